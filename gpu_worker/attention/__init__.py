@@ -1,0 +1,1 @@
+"""Attention over paged KV: one protocol, one backend a file."""

@@ -1,0 +1,73 @@
+"""The one shape of every proposal: what drafters give, what verification and acceptance read. A leaf module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Token trees of R requests, rooted at each request's last known token; N nodes in all.
+
+    Request r owns nodes indptr[r] .. indptr[r + 1] - 1, the first of which is its root: the sequence's last
+    token, whose target KV this step computes. Parents come before children. A chain gives every node but the last
+    one child; a request without drafts is a tree of one node, so plain decoding is no special case.
+    """
+
+    indptr: npt.NDArray[np.int32]  # [R + 1], host: the shapes of a step are known before it runs
+    tokens: torch.Tensor  # [N] int64
+    parents: torch.Tensor  # [N] int64, node index in 0..N-1; a root is its own parent
+    depths: torch.Tensor  # [N] int64, root 0
+    # The law each draft token was drawn from, for drafters that sample under the rejection rule;
+    # None where all drafts are deterministic. Rows of roots and of deterministic nodes are all zero.
+    q: torch.Tensor | None = None  # [N, V] float32
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.indptr) - 1
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self.indptr[-1])
+
+    def ancestors(self) -> torch.Tensor:
+        """[N, N] bool: row i is True at i and at every ancestor of node i (same request only)."""
+        n = self.num_nodes
+        reach = torch.eye(n, dtype=torch.bool, device=self.tokens.device)
+        current = self.parents
+        rows = torch.arange(n, device=self.tokens.device)
+        for _ in range(int(self.depths.max()) if n else 0):
+            reach[rows, current] = True
+            current = self.parents[current]
+        return reach
+
+    def is_chain(self) -> bool:
+        """True if no node of any request has two children: depth counts up along each request's nodes."""
+        offsets = torch.arange(self.num_nodes) - torch.from_numpy(
+            np.repeat(self.indptr[:-1], np.diff(self.indptr)).astype(np.int64)
+        )
+        return bool(torch.equal(self.depths.cpu(), offsets))
+
+
+def chain_tree(roots: list[int], drafts: list[list[int]], device: torch.device | str = "cpu") -> DraftTree:
+    """One chain per request: `roots[r]`, then `drafts[r]` (possibly empty)."""
+    indptr = np.zeros(len(roots) + 1, dtype=np.int32)
+    tokens: list[int] = []
+    parents: list[int] = []
+    depths: list[int] = []
+    for r, (root, draft) in enumerate(zip(roots, drafts, strict=True)):
+        start = len(tokens)
+        tokens += [root, *draft]
+        parents += [start, *range(start, start + len(draft))]
+        depths += range(len(draft) + 1)
+        indptr[r + 1] = len(tokens)
+    return DraftTree(
+        indptr=indptr,
+        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+        parents=torch.tensor(parents, dtype=torch.int64, device=device),
+        depths=torch.tensor(depths, dtype=torch.int64, device=device),
+    )

@@ -1,0 +1,1 @@
+"""The service side of Draftline: frontend, scheduler, launcher. Nothing here imports torch."""

@@ -1,0 +1,1 @@
+"""gRPC in, scheduler messages out, token events back as text deltas."""
