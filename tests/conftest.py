@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,11 @@ from tests.models import make_tiny_llama
 
 
 @pytest.fixture(autouse=True)
-def _few_torch_threads() -> Iterator[None]:
-    """Two threads where a test has torch loaded; never loads it (scheduler and frontend tests run without)."""
+def _few_torch_threads() -> None:
+    """Two threads where a test has torch loaded; never loads it (scheduler tests run without)."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() > 2:
         torch.set_num_threads(2)
-    yield
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
 """Small models and tokenizers that tests build on the spot: real files in the hub's layout, random weights.
 
-The weights are random but not arbitrary: layer outputs outweigh the embedding in the residual stream, so greedy text
-does not repeat one token, and logits have a standard deviation of about 3, so that the best two rarely come close.
+The weights are random but not arbitrary: layer outputs outweigh the embedding in the residual stream, so greedy
+text does not repeat one token, and logits have a standard deviation of about 3, so that the best two rarely come
+close.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 END_OF_TEXT_ID, IM_START_ID, IM_END_ID = 0, 1, 2
 
 CHATML_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' "
-    "+ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
+    "+ '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 _TRAINING_TEXT = (
-    "The quick brown fox jumps over the lazy dog. The dog does not mind; the fox is quick and the night is long.",
+    "The quick brown fox jumps over the lazy dog. The dog does not mind; the fox is quick.",
     "A language model predicts the next token of a text from all the tokens that came before it.",
     "for index in range(10):\n    print(index, 'is the value of the index')\n",
     "Speculative decoding drafts several tokens and verifies them together in one pass of the target.",
@@ -31,8 +32,8 @@ _LOGIT_STD = 3.0
 def make_tokenizer(directory: str | Path, vocab_size: int = 300, *, permuted: bool = False) -> Path:
     """Writes a byte-level BPE tokenizer (tokenizer.json, tokenizer_config.json with a ChatML template).
 
-    Every byte is a token, so any text round-trips. Ids 0, 1, 2 are the SPECIAL_TOKENS. `permuted` exchanges the ids
-    of two ordinary tokens: same size, same text, another token map. vocab_size is at least 259.
+    Every byte is a token, so any text round-trips. Ids 0, 1, 2 are the SPECIAL_TOKENS. `permuted` exchanges the
+    ids of two ordinary tokens: same size, same text, another token map. vocab_size is at least 259.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -50,7 +51,7 @@ def make_tokenizer(directory: str | Path, vocab_size: int = 300, *, permuted: bo
     )
     tokenizer.train_from_iterator(_TRAINING_TEXT, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(f"vocab_size {vocab_size}: the training text gives {tokenizer.get_vocab_size()} tokens")
+        raise ValueError(f"vocab_size {vocab_size}: the text gives {tokenizer.get_vocab_size()} tokens")
     content = json.loads(tokenizer.to_str())
     if permuted:
         vocab = content["model"]["vocab"]
@@ -94,12 +95,13 @@ def make_tiny_llama(
     permuted_tokenizer: bool = False,
     dtype: str = "float32",
 ) -> Path:
-    """Writes a model directory: config.json, generation_config.json, safetensors and (by default) a tokenizer.
+    """Writes a model directory: config.json, generation_config.json, safetensors, by default also a tokenizer.
 
-    architecture is LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM (with q/k/v biases) or Qwen3ForCausalLM (with
-    q/k norms). `rope` is the scaling dict, written as `rope_scaling` ("v4") or into `rope_parameters` ("v5").
-    vocab_size counts the rows of embedding and head; rows past tokenizer_vocab_size are padding with weights as large
-    as the others', so that code that may sample them does. Same arguments, same bytes.
+    architecture is LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM (with q/k/v biases) or
+    Qwen3ForCausalLM (with q/k norms). `rope` is the scaling dict, written as `rope_scaling` ("v4") or into
+    `rope_parameters` ("v5"). vocab_size counts the rows of embedding and head; rows past tokenizer_vocab_size are
+    padding with weights as large as the others', so that code that may sample them does. Same arguments, same
+    bytes.
     """
     import torch
     from safetensors.torch import save_file
@@ -156,7 +158,8 @@ def make_tiny_llama(
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
             file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            save_file({name: tensors[name] for name in shard}, directory / file_name, metadata={"format": "pt"})
+            part = {name: tensors[name] for name in shard}
+            save_file(part, directory / file_name, metadata={"format": "pt"})
             weight_map.update(dict.fromkeys(shard, file_name))
         if write_index:
             index = {"metadata": {}, "weight_map": weight_map}
@@ -190,9 +193,9 @@ def make_tiny_llama(
     else:
         config["rope_theta"] = rope_theta
         config["rope_scaling"] = rope
-    (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     generation_config = {"bos_token_id": IM_START_ID, "eos_token_id": eos_token_id, **(generation or {})}
-    (directory / "generation_config.json").write_text(json.dumps(generation_config, indent=2), encoding="utf-8")
+    for name, content in (("config.json", config), ("generation_config.json", generation_config)):
+        (directory / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
     if tokenizer_vocab_size is not None:
         make_tokenizer(directory, tokenizer_vocab_size, permuted=permuted_tokenizer)
     return directory
