@@ -1,0 +1,171 @@
+"""The asyncio client: the same calls as draftline.client, over grpc.aio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from draftline.channel import channel_options
+from draftline.errors import DraftlineError, RequestCancelledError, from_rpc_error
+from draftline.info import Load, ModelInfo, ServerInfo, load_from, model_info_from, server_info_from
+from draftline.options import Chat, GenerateOptions, Prompt
+from draftline.requests import detokenize_request, generate_request, tokenize_request
+from draftline.results import Completion, CompletionBuilder, Event, event_from
+from draftline.retry import Attempts, RetryPolicy
+from draftline.v1 import generation_pb2, generation_pb2_grpc, info_pb2, info_pb2_grpc
+
+
+class AsyncGenerationStream(AsyncIterator[Event]):
+    """Events of one generation as they come; see draftline.client.GenerationStream."""
+
+    def __init__(self, start: Callable[[float | None], Any], attempts: Attempts) -> None:
+        self._start = start
+        self._attempts = attempts
+        self._builder = CompletionBuilder()
+        self._delivered = False
+        self._call = start(attempts.remaining())
+        self._responses = aiter(self._call)
+        self._cancelled = False
+
+    async def __anext__(self) -> Event:
+        while True:
+            try:
+                event = event_from(await anext(self._responses))
+            except grpc.RpcError as error:
+                delay = self._attempts.delay_or_raise(from_rpc_error(error), delivered=self._delivered)
+                await asyncio.sleep(delay)
+                if self._cancelled:
+                    raise RequestCancelledError("the call was cancelled") from None
+                self._call = self._start(self._attempts.remaining())
+                self._responses = aiter(self._call)
+                continue
+            except asyncio.CancelledError:
+                raise _call_or_task_cancelled() from None
+            self._delivered = True
+            self._builder.add(event)
+            return event
+
+    def cancel(self) -> None:
+        """Ends the request on the service too; iterating then raises RequestCancelledError."""
+        self._cancelled = True
+        self._call.cancel()
+
+    async def completion(self) -> Completion:
+        """Reads the rest of the stream and returns all of it, what was already iterated included."""
+        async for _ in self:
+            pass
+        return self._builder.completion()
+
+    async def __aenter__(self) -> AsyncGenerationStream:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.cancel()
+
+
+class AsyncClient:
+    """A connection to a Draftline service for asyncio code; see draftline.client.Client."""
+
+    def __init__(self, address: str = "127.0.0.1:50051", *, retry: RetryPolicy | None = None) -> None:
+        self.address = address
+        self._retry = retry or RetryPolicy()
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options(address))
+        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._info = info_pb2_grpc.InfoServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def generate(
+        self, prompt: Prompt, options: GenerateOptions | None = None, **overrides: Any
+    ) -> AsyncGenerationStream:
+        """Starts a generation. prompt: text, token ids or a Chat; overrides are fields of GenerateOptions.
+
+        `await client.generate("Hello", max_tokens=16).completion()` collects it.
+        """
+        options = replace(options or GenerateOptions(), **overrides)
+        request = generate_request(prompt, options)
+        attempts = Attempts(self._retry, options.timeout)
+        return AsyncGenerationStream(
+            lambda timeout: self._generation.Generate(request, timeout=timeout), attempts
+        )
+
+    def chat(
+        self, messages: Sequence[Any], options: GenerateOptions | None = None, **overrides: Any
+    ) -> AsyncGenerationStream:
+        """Starts the answer to a conversation of Message objects or {role, content} mappings."""
+        return self.generate(Chat(messages), options, **overrides)
+
+    async def tokenize(self, prompt: Prompt, *, model: str = "", timeout: float | None = None) -> list[int]:
+        """The ids that `generate` would run on for this prompt."""
+        response = await self._call(self._generation.Tokenize, tokenize_request(prompt, model), timeout)
+        return list(response.token_ids)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        special_tokens: bool = False,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> str:
+        """The text of the ids, special tokens left out unless asked for."""
+        request = detokenize_request(token_ids, special_tokens, model)
+        return (await self._call(self._generation.Detokenize, request, timeout)).text
+
+    async def abort(self, *request_ids: str, timeout: float | None = None) -> list[str]:
+        """Ends requests by id; returns those that were live. Their streams finish with reason "aborted"."""
+        request = generation_pb2.AbortRequest(request_ids=request_ids)
+        return list((await self._call(self._generation.Abort, request, timeout)).aborted_request_ids)
+
+    async def model_info(self, model: str = "", *, timeout: float | None = None) -> ModelInfo:
+        """What is served and within which limits."""
+        request = info_pb2.GetModelInfoRequest(model=model)
+        return model_info_from(await self._call(self._info.GetModelInfo, request, timeout))
+
+    async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
+        """Build, topology and state of the service."""
+        request = info_pb2.GetServerInfoRequest()
+        return server_info_from(await self._call(self._info.GetServerInfo, request, timeout))
+
+    async def load(self, *, timeout: float | None = None) -> Load:
+        """A snapshot of queue, batch, pages and counters."""
+        return load_from(await self._call(self._info.GetLoad, info_pb2.GetLoadRequest(), timeout))
+
+    async def health(self, service: str = "", *, timeout: float | None = None) -> str:
+        """State by the standard health protocol, e.g. "SERVING"; "" asks for the whole service."""
+        request = health_pb2.HealthCheckRequest(service=service)
+        response = await self._call(self._health.Check, request, timeout)
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+
+    async def close(self) -> None:
+        """Closes the connection; running calls are cancelled."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def _call(self, method: Callable[..., Any], request: object, timeout: float | None) -> Any:
+        attempts = Attempts(self._retry, timeout)
+        while True:
+            try:
+                return await method(request, timeout=attempts.remaining())
+            except grpc.RpcError as error:
+                delay = attempts.delay_or_raise(from_rpc_error(error))
+            except asyncio.CancelledError:
+                raise _call_or_task_cancelled() from None
+            await asyncio.sleep(delay)
+
+
+def _call_or_task_cancelled() -> DraftlineError | asyncio.CancelledError:
+    """grpc.aio reports a cancelled CALL as CancelledError too; only a cancelled TASK may unwind as one."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        return asyncio.CancelledError()
+    return RequestCancelledError("the call was cancelled")

@@ -1,0 +1,127 @@
+"""Builds every request message, for the sync and the async client alike: options in, protobuf out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from google.protobuf.message import Message as ProtoMessage
+
+from draftline.errors import invalid_field
+from draftline.labels import ACCEPTANCE_RULES, METHODS, number_of
+from draftline.options import Chat, GenerateOptions, Message, Prompt
+from draftline.v1 import generation_pb2
+
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+)
+_STOPPING = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop", "ignore_eos")
+_OUTPUT = (
+    "skip_text",
+    "token_ids",
+    "logprobs",
+    "prompt_logprobs",
+    "min_tokens_per_message",
+    "speculation_steps",
+    "special_tokens",
+)
+
+
+def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2.GenerateRequest:
+    """The message of one generation. Raises InvalidArgumentError for what the protocol cannot carry."""
+    request = generation_pb2.GenerateRequest()
+    _set_prompt(request.prompt, prompt)
+    for name in ("request_id", "model", "n", "priority", "cache_salt"):
+        _set(request, name, getattr(options, name), "")
+    for name in _SAMPLING:
+        _set(request.sampling_params, name, getattr(options, name), "sampling_params.")
+    for name in _STOPPING:
+        _set(request.stopping, name, getattr(options, name), "stopping.")
+    for name in _OUTPUT:
+        _set(request.output, name, getattr(options, name), "output.")
+    speculation = request.speculation
+    if options.speculation is not None:
+        speculation.method = number_of(METHODS, options.speculation, "speculation.method")
+    if options.acceptance_rule is not None:
+        field = "speculation.acceptance_rule"
+        speculation.acceptance_rule = number_of(ACCEPTANCE_RULES, options.acceptance_rule, field)
+    _set(speculation, "max_draft_tokens", options.num_draft_tokens, "speculation.")
+    for name in ("typical_epsilon", "typical_delta", "threshold"):
+        _set(speculation, name, getattr(options, name), "speculation.")
+    return request
+
+
+def tokenize_request(prompt: Prompt, model: str) -> generation_pb2.TokenizeRequest:
+    """The message that asks for a prompt's ids. Raises as generate_request does."""
+    request = generation_pb2.TokenizeRequest()
+    _set_prompt(request.prompt, prompt)
+    _set(request, "model", model, "")
+    return request
+
+
+def detokenize_request(
+    token_ids: Sequence[int], special_tokens: bool, model: str
+) -> generation_pb2.DetokenizeRequest:
+    """The message that asks for the text of ids. Raises as generate_request does."""
+    request = generation_pb2.DetokenizeRequest()
+    _set(request, "token_ids", token_ids, "")
+    _set(request, "special_tokens", special_tokens, "")
+    _set(request, "model", model, "")
+    return request
+
+
+def _set_prompt(message: generation_pb2.Prompt, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        _set(message, "text", prompt, "prompt.")
+    elif isinstance(prompt, Chat):
+        message.chat.SetInParent()
+        for position, turn in enumerate(prompt.messages):
+            _add_turn(message.chat, turn, f"prompt.chat.messages[{position}]")
+        try:
+            message.chat.template_variables.update(dict(prompt.template_variables))
+        except (TypeError, ValueError) as error:
+            raise invalid_field("prompt.chat.template_variables", str(error)) from error
+        if not prompt.template_variables:
+            message.chat.ClearField("template_variables")
+    else:
+        message.tokens.SetInParent()  # an empty list is still a list: the service says what is wrong with it
+        _set(message.tokens, "ids", prompt, "prompt.tokens.")
+
+
+def _add_turn(chat: generation_pb2.ChatPrompt, turn: Message | Mapping[str, str], path: str) -> None:
+    if isinstance(turn, Mapping):
+        unknown = set(turn) ^ {"role", "content"}
+        if unknown:
+            raise invalid_field(path, f"a turn has `role` and `content`, not {sorted(turn)}")
+        turn = Message(turn["role"], turn["content"])
+    added = chat.messages.add()
+    _set(added, "role", turn.role, f"{path}.")
+    _set(added, "content", turn.content, f"{path}.")
+
+
+def _set(message: ProtoMessage, name: str, value: Any, path: str) -> None:
+    """Sets a scalar, repeated or map field; None leaves it unset. The error names field and value."""
+    if value is None:
+        return
+    try:
+        if isinstance(value, Mapping):
+            getattr(message, name).update(value)
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    except (TypeError, ValueError) as error:  # a wrong type, out of the integer's range, a lone surrogate
+        raise invalid_field(path + name, f"{_short(value)} cannot be sent: {error}") from error
+
+
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."
