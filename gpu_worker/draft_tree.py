@@ -71,3 +71,23 @@ def chain_tree(roots: list[int], drafts: list[list[int]], device: torch.device |
         parents=torch.tensor(parents, dtype=torch.int64, device=device),
         depths=torch.tensor(depths, dtype=torch.int64, device=device),
     )
+
+
+def merge_trees(trees: list[DraftTree], order: list[tuple[int, int]]) -> DraftTree:
+    """One tree of requests picked from several: `order[i]` = (index into trees, request of that tree)."""
+    device = trees[0].tokens.device
+    segments = [(t, int(trees[t].indptr[r]), int(trees[t].indptr[r + 1])) for t, r in order]
+    sizes = np.array([stop - start for _, start, stop in segments], dtype=np.int32)
+    indptr = np.zeros(len(order) + 1, dtype=np.int32)
+    np.cumsum(sizes, out=indptr[1:])
+    width = next((tree.q.shape[1] for tree in trees if tree.q is not None), None)
+    q = None if width is None else torch.zeros((int(indptr[-1]), width), dtype=torch.float32, device=device)
+    tokens, parents, depths = [], [], []
+    for (t, start, stop), begin in zip(segments, indptr[:-1].tolist(), strict=True):
+        tree = trees[t]
+        tokens.append(tree.tokens[start:stop])
+        parents.append(tree.parents[start:stop] + (begin - start))
+        depths.append(tree.depths[start:stop])
+        if q is not None and tree.q is not None:
+            q[begin : begin + stop - start] = tree.q[start:stop]
+    return DraftTree(indptr, torch.cat(tokens), torch.cat(parents), torch.cat(depths), q)

@@ -1,0 +1,1 @@
+"""Drafters: every method proposes a DraftTree; verification knows nothing else of them."""
