@@ -24,24 +24,24 @@ PREFILL_BLOCK_ROWS = 512
 
 
 @dataclass(frozen=True)
+class _Block:
+    """A KeyBlock on the device; see grouping.py for what its parts mean."""
+
+    slots: torch.Tensor  # [G, K] int64
+    padding_bias: torch.Tensor | None  # [G, 1, K] float32
+    row_bias: torch.Tensor | None  # [G or 1, Q, Q] float32, for the last Q columns
+
+
+@dataclass(frozen=True)
 class _Group:
-    """Requests with few rows, padded to Q rows, P prefix keys and (Q > 1) Q own keys. G requests."""
+    """FewRows on the device: G requests of Q rows."""
 
     num_requests: int
     num_rows: int  # Q
     rows: torch.Tensor | None  # [G * Q] int64 query rows; None: all rows of the batch, in order
     valid: torch.Tensor | None  # [n] int64 positions in G * Q that are real rows; None: all
-    target_rows: torch.Tensor | None  # [n] int64 output rows of `valid`
-    prefix: _KeyBlock | None  # every key that all rows of a request see
-    own: _KeyBlock | None  # the rows' own keys, behind a causal or tree mask
-
-
-@dataclass(frozen=True)
-class _KeyBlock:
-    """Keys of G requests, K each."""
-
-    slots: torch.Tensor  # [G, K] int64
-    bias: torch.Tensor | None  # [G, 1 or Q, K] float32 of 0 and -inf; None: all visible
+    target_rows: torch.Tensor  # [n] int64 output rows of `valid`
+    blocks: tuple[_Block, ...]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class CPUAttention:
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Sorts requests into groups and prefills and uploads their indices; O(sum of kv_lens) on the host."""
+        """Sorts requests into groups and prefills and uploads indices; O(sum of kv_lens) on the host."""
         self._head_indices.clear()
         self._num_rows = int(metadata.qo_indptr[-1])
         num_query = np.diff(metadata.qo_indptr)
@@ -109,22 +109,22 @@ class CPUAttention:
         def tensor(array: npt.NDArray[np.int64]) -> torch.Tensor:
             return torch.from_numpy(array).to(self._device)
 
-        def block(slots: npt.NDArray[np.int64], bias: torch.Tensor | None) -> _KeyBlock:
-            return _KeyBlock(tensor(slots), None if bias is None else bias.to(self._device))
+        def bias(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values.to(self._device)
 
-        num_rows = group.rows.shape[1]
         flat_rows = group.rows.ravel()
-        padded = not group.valid.all()
-        everything = len(flat_rows) == self._num_rows and bool((flat_rows == np.arange(len(flat_rows))).all())
         valid = np.flatnonzero(group.valid.ravel())
+        everything = len(flat_rows) == self._num_rows and bool((flat_rows == np.arange(self._num_rows)).all())
         return _Group(
             num_requests=len(group.rows),
-            num_rows=num_rows,
+            num_rows=group.rows.shape[1],
             rows=None if everything else tensor(flat_rows),
-            valid=tensor(valid) if padded else None,
+            valid=None if len(valid) == len(flat_rows) else tensor(valid),
             target_rows=tensor(flat_rows[valid]),
-            prefix=None if group.prefix_slots is None else block(group.prefix_slots, group.prefix_bias),
-            own=None if group.own_slots is None else block(group.own_slots, group.own_bias),
+            blocks=tuple(
+                _Block(tensor(block.slots), bias(block.padding_bias), bias(block.row_bias))
+                for block in group.blocks
+            ),
         )
 
     def _run_group(
@@ -138,51 +138,45 @@ class CPUAttention:
         # The query heads of one KV head are further rows against the same keys: nothing is repeated.
         q = (rows.float() * scale).view(group.num_requests, group.num_rows, num_kv_heads, repeats, head_dim)
         q = q.transpose(1, 2).reshape(group.num_requests * num_kv_heads, group.num_rows * repeats, head_dim)
-        if group.own is None:
-            assert group.prefix is not None, "a decode row sees at least itself"
-            out = self._attend(q, group.prefix, keys, values, group.num_rows, normalise=True)[0]
-        elif group.prefix is None:
-            out = self._attend(q, group.own, keys, values, group.num_rows, normalise=True)[0]
+        if len(group.blocks) == 1:
+            weights = torch.softmax(self._scores(q, group, group.blocks[0], keys), dim=-1)
+            out = torch.bmm(weights, self._values(q, group.blocks[0], values))
         else:
-            out = _merge(
-                self._attend(q, group.prefix, keys, values, group.num_rows, normalise=False),
-                self._attend(q, group.own, keys, values, group.num_rows, normalise=False),
-            )
+            # A tree: unmasked prefix pass and masked pass over its own rows.
+            out = _merge(*(self._partial(q, group, block, keys, values) for block in group.blocks))
         out = out.view(group.num_requests, num_kv_heads, group.num_rows, repeats, head_dim)
         return out.transpose(1, 2).reshape(group.num_requests * group.num_rows, num_heads, head_dim)
 
-    def _attend(
-        self,
-        q: torch.Tensor,
-        block: _KeyBlock,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        num_rows: int,
-        *,
-        normalise: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Attention of q [G * Hkv, Q * repeats, D] over one block of keys.
-
-        With `normalise`: (weighted mean of the values, and two tensors of no meaning). Without, what _merge
-        takes: (weighted sum of the values relative to the maximum, row maximum, row sum of the weights), the
-        last two [.., Q * repeats, 1].
-        """
-        num_requests, num_keys = block.slots.shape
+    def _scores(self, q: torch.Tensor, group: _Group, block: _Block, keys: torch.Tensor) -> torch.Tensor:
+        """[G * Hkv, Q * repeats, K] float32, -inf at what a row may not see. q [G * Hkv, Q * repeats, D]."""
+        num_keys = block.slots.shape[1]
         k = self._gather("keys", keys, block).view(q.shape[0], num_keys, -1)
-        v = self._gather("values", values, block).view(q.shape[0], num_keys, -1)
-        scores = torch.bmm(q, k.transpose(1, 2))  # [G * Hkv, Q * repeats, K]
-        if block.bias is not None:
-            # [G, Hkv, Q or 1, repeats, K]: one bias for all heads
-            by_row = scores.view(num_requests, keys.shape[1], num_rows, -1, num_keys)
-            by_row.add_(block.bias[:, None, :, None, :])
-        if normalise:
-            weights = torch.softmax(scores, dim=-1)
-            return torch.bmm(weights, v), weights, weights
+        scores = torch.bmm(q, k.transpose(1, 2))
+        # [G, Hkv, Q, repeats, K]: one bias for all heads
+        by_row = scores.view(group.num_requests, keys.shape[1], group.num_rows, -1, num_keys)
+        if block.padding_bias is not None:
+            by_row.add_(block.padding_bias[:, None, :, None, :])
+        if block.row_bias is not None:
+            by_row[..., num_keys - group.num_rows :].add_(block.row_bias[:, None, :, None, :])
+        return scores
+
+    def _values(self, q: torch.Tensor, block: _Block, values: torch.Tensor) -> torch.Tensor:
+        """[G * Hkv, K, D] float32."""
+        return self._gather("values", values, block).view(q.shape[0], block.slots.shape[1], -1)
+
+    def _partial(
+        self, q: torch.Tensor, group: _Group, block: _Block, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One block's (sum of values weighted by exp(score - maximum), maximum, sum of these weights).
+
+        [G * Hkv, Q * repeats, D] and twice [G * Hkv, Q * repeats, 1].
+        """
+        scores = self._scores(q, group, block, keys)
         maximum = scores.amax(dim=-1, keepdim=True)
         weights = scores.sub_(maximum).exp_()
-        return torch.bmm(weights, v), maximum, weights.sum(dim=-1, keepdim=True)
+        return torch.bmm(weights, self._values(q, block, values)), maximum, weights.sum(dim=-1, keepdim=True)
 
-    def _gather(self, name: str, pool: torch.Tensor, block: _KeyBlock) -> torch.Tensor:
+    def _gather(self, name: str, pool: torch.Tensor, block: _Block) -> torch.Tensor:
         """[G * Hkv * K, D] float32 in scratch that the next call with this name overwrites.
 
         Scratch is reused over layers because fresh memory costs more in page faults than the copy itself.

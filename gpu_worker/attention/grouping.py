@@ -18,77 +18,107 @@ FREE_PADDING_KEYS = 256
 
 
 @dataclass(frozen=True)
-class FewRows:
-    """G requests of Q (padded) rows each, ready to be uploaded.
+class KeyBlock:
+    """K keys of each of G requests, aligned at the right; padding repeats the request's own first key."""
 
-    Padding repeats slots and rows of the same request, so that it is finite and nobody else's; it is hidden
-    by the biases (0 or -inf). `own_slots` is None for decode rows (Q = 1): their own key ends the prefix block.
+    slots: npt.NDArray[np.int64]  # [G, K] token slots of the pool
+    padding_bias: torch.Tensor | None  # [G, 1, K] float32 of 0 and -inf; None: no padding
+    row_bias: torch.Tensor | None  # [G or 1, Q, Q] float32, for the last Q columns alone; None: all visible
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """G requests of Q rows each, padded on the left by repeating a request's first row.
+
+    One block: a softmax over its keys. Two: the shared prefix of a tree and the tree's own rows, whose results
+    are merged. Padding is always finite and the request's own; a padding row may see nothing and is dropped.
     """
 
     rows: npt.NDArray[np.int64]  # [G, Q] rows of the batch
     valid: npt.NDArray[np.bool_]  # [G, Q] False at padding
-    prefix_slots: npt.NDArray[np.int64] | None  # [G, P]
-    prefix_bias: torch.Tensor | None  # [G, 1, P] float32; None: no padding
-    own_slots: npt.NDArray[np.int64] | None  # [G, Q]
-    own_bias: torch.Tensor | None  # [G, Q, Q] float32
+    blocks: tuple[KeyBlock, ...]
+
+
+@dataclass(frozen=True, order=True)
+class _Shape:
+    """Requests of one shape may share a group."""
+
+    row_bucket: int  # 1, 4, 8, 16, ...: padding rows cost little beside the gather
+    tree: bool
+    prefix: bool  # a tree at the very start has no prefix pass
 
 
 def group_few_rows(metadata: AttentionMetadata, requests: list[int]) -> list[FewRows]:
-    """Groups `requests` by number of rows (1, 2-4, 5-8, 9-16, ...) and length; builds their indices."""
+    """Groups `requests` by number of rows and length so that padding stays bounded; builds their indices."""
     num_query = np.diff(metadata.qo_indptr)
-    num_prefix = np.where(num_query == 1, metadata.kv_lens, metadata.kv_lens - num_query)
 
-    def shape_class(b: int) -> tuple[int, bool]:
+    def shape(b: int) -> _Shape:
         q = int(num_query[b])
-        return (1 if q == 1 else max(4, 1 << (q - 1).bit_length())), bool(num_prefix[b] > 0)
+        tree = metadata.tree_masks[b] is not None and q > 1
+        bucket = 1 if q == 1 else max(4, 1 << (q - 1).bit_length())
+        return _Shape(bucket, tree, not tree or int(metadata.kv_lens[b]) > q)
+
+    def length(b: int) -> int:
+        return int(metadata.kv_lens[b]) - (int(num_query[b]) if shape(b).tree else 0)
 
     groups: list[FewRows] = []
-    order = sorted(requests, key=lambda b: (shape_class(b), int(num_prefix[b]), b))
     members: list[int] = []
-    total = 0  # prefix keys of `members` without padding
-    for b in order:
-        length = int(num_prefix[b])
-        padded = (len(members) + 1) * length
-        fits = padded <= MAX_GROUP_KEYS
-        bounded = padded <= (total + length) * (1 + MAX_PADDING_RATIO) + FREE_PADDING_KEYS
-        if members and (shape_class(members[0]) != shape_class(b) or not fits or not bounded):
-            groups.append(_build(metadata, sorted(members)))
-            members, total = [], 0
+    needed = 0  # keys of `members` without padding
+    for b in sorted(requests, key=lambda b: (shape(b), length(b), b)):
+        padded = (len(members) + 1) * length(b)
+        bounded = padded <= (needed + length(b)) * (1 + MAX_PADDING_RATIO) + FREE_PADDING_KEYS
+        if members and (shape(members[0]) != shape(b) or padded > MAX_GROUP_KEYS or not bounded):
+            groups.append(_build(metadata, sorted(members), shape(members[0])))
+            members, needed = [], 0
         members.append(b)
-        total += length
+        needed += length(b)
     if members:
-        groups.append(_build(metadata, sorted(members)))
+        groups.append(_build(metadata, sorted(members), shape(members[0])))
     return groups
 
 
-def _build(metadata: AttentionMetadata, members: list[int]) -> FewRows:
-    first_rows = metadata.qo_indptr[members].astype(np.int64)
+def _build(metadata: AttentionMetadata, members: list[int], shape: _Shape) -> FewRows:
     num_query = np.diff(metadata.qo_indptr)[members].astype(np.int64)
     kv_lens = metadata.kv_lens[members].astype(np.int64)
     most_rows = int(num_query.max())
-    steps = np.minimum(np.arange(most_rows), num_query[:, None] - 1)  # [G, Q] padding repeats the last row
-    valid = np.arange(most_rows) < num_query[:, None]
-    decode = most_rows == 1
-    num_prefix = kv_lens if decode else kv_lens - num_query
-    prefix_slots = prefix_bias = own_slots = own_bias = None
-    if num_prefix.max() > 0:
-        columns = np.arange(int(num_prefix.max()))
-        # Padding repeats the request's first key.
-        positions = np.where(columns < num_prefix[:, None], columns, 0)
-        prefix_slots = _slots(metadata, members, positions)
-        if num_prefix.min() < num_prefix.max():
-            hidden = torch.from_numpy(columns >= num_prefix[:, None])
-            prefix_bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, :]
-    if not decode:
-        own_slots = _slots(metadata, members, num_prefix[:, None] + steps)
-        own_bias = torch.full((len(members), most_rows, most_rows), -torch.inf)
+    steps = np.arange(most_rows) - (most_rows - num_query[:, None])  # [G, Q], negative at padding
+    rows = metadata.qo_indptr[members].astype(np.int64)[:, None] + np.maximum(steps, 0)
+    blocks: tuple[KeyBlock, ...]
+    if not shape.tree:
+        causal = None
+        if most_rows > 1:
+            hidden = torch.ones(1, most_rows, most_rows, dtype=torch.bool).triu_(1)
+            causal = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        blocks = (_block(metadata, members, kv_lens, causal),)
+    else:
+        num_prefix = kv_lens - num_query
+        bias = torch.full((len(members), most_rows, most_rows), -torch.inf)
         for g, b in enumerate(members):
-            q = int(num_query[g])
+            padding = most_rows - int(num_query[g])
             mask = metadata.tree_masks[b]
-            seen = torch.ones(q, q, dtype=torch.bool).tril_() if mask is None else mask.cpu()
-            own_bias[g, :q, :q].masked_fill_(seen, 0.0)
-            own_bias[g, q:] = own_bias[g, q - 1]
-    return FewRows(first_rows[:, None] + steps, valid, prefix_slots, prefix_bias, own_slots, own_bias)
+            assert mask is not None, "a tree has a mask"
+            bias[g, padding:, padding:].masked_fill_(mask.cpu(), 0.0)
+            bias[g, :padding] = 0.0
+        own_positions = num_prefix[:, None] + np.maximum(steps, 0)
+        own = KeyBlock(_slots(metadata, members, own_positions), None, bias)
+        blocks = (_block(metadata, members, num_prefix, None), own) if shape.prefix else (own,)
+    return FewRows(rows, steps >= 0, blocks)
+
+
+def _block(
+    metadata: AttentionMetadata,
+    members: list[int],
+    lengths: npt.NDArray[np.int64],
+    row_bias: torch.Tensor | None,
+) -> KeyBlock:
+    """The first lengths[g] keys of each request."""
+    most = int(lengths.max())
+    positions = np.arange(most) - (most - lengths[:, None])
+    padding_bias = None
+    if int(lengths.min()) < most:
+        hidden = torch.from_numpy(positions < 0)
+        padding_bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, :]
+    return KeyBlock(_slots(metadata, members, np.maximum(positions, 0)), padding_bias, row_bias)
 
 
 def _slots(

@@ -125,10 +125,9 @@ def test_groups_cover_every_request_once_with_bounded_padding(lengths):
     seen = np.concatenate([g.rows[g.valid] for g in groups])
     assert sorted(seen.tolist()) == list(range(sum(rows)))
     for group in groups:
-        if group.prefix_slots is None:
-            continue
-        num_keys = group.prefix_slots.size
-        needed = int((group.prefix_bias == 0).sum()) if group.prefix_bias is not None else num_keys
-        assert num_keys <= max(MAX_GROUP_KEYS, group.prefix_slots.shape[1])
+        (block,) = group.blocks
+        num_keys = block.slots.size
+        needed = num_keys if block.padding_bias is None else int((block.padding_bias == 0).sum())
+        assert num_keys <= max(MAX_GROUP_KEYS, block.slots.shape[1])
         assert num_keys <= needed * (1 + MAX_PADDING_RATIO) + FREE_PADDING_KEYS
         assert group.valid.shape[1] <= 4 or group.valid.sum(1).min() * 2 >= group.valid.shape[1]
