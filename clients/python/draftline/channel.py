@@ -14,7 +14,7 @@ def channel_options(address: str) -> list[tuple[str, int | str]]:
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # gRPC's own retries would multiply ours, and they end at the response headers: before the first token.
+        # gRPC's own retries would multiply ours, and they end at the headers, before a token.
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 5_000),

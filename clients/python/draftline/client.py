@@ -52,7 +52,7 @@ class GenerationStream(Iterator[Event]):
             return event
 
     def cancel(self) -> None:
-        """Ends the request on the service too, from any thread; iterating then raises RequestCancelledError."""
+        """Ends the request on the service too, from any thread; iterating raises RequestCancelledError."""
         self._cancelled.set()
         self._call.cancel()
 

@@ -1,4 +1,4 @@
-"""Names of the protocol's enums as flags and reports spell them: `off`, `draft-model`, `coupled`, `length`."""
+"""Names of the protocol's enums as flags and reports spell them, e.g. `off`, `draft-model`, `coupled`."""
 
 from __future__ import annotations
 
