@@ -1,0 +1,1 @@
+"""Building blocks of the models: linear, norm, rotary, attention, mlp, embedding. Plain torch, inference only."""
