@@ -1,8 +1,8 @@
 """Small models and tokenizers that tests build on the spot: real files in the hub's layout, random weights.
 
-The weights are random but not arbitrary: layer outputs outweigh the embedding in the residual stream, so greedy
-text does not repeat one token, and logits have a standard deviation of about 3, so that the best two rarely come
-close.
+The weights are random but not arbitrary: layer outputs outweigh the embedding in the residual stream, so
+greedy text does not repeat one token, and logits have a standard deviation of about 3, so that the best two
+rarely come close.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ END_OF_TEXT_ID, IM_START_ID, IM_END_ID = 0, 1, 2
 
 CHATML_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
-    "+ '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "+ '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 _TRAINING_TEXT = (
@@ -32,8 +33,8 @@ _LOGIT_STD = 3.0
 def make_tokenizer(directory: str | Path, vocab_size: int = 300, *, permuted: bool = False) -> Path:
     """Writes a byte-level BPE tokenizer (tokenizer.json, tokenizer_config.json with a ChatML template).
 
-    Every byte is a token, so any text round-trips. Ids 0, 1, 2 are the SPECIAL_TOKENS. `permuted` exchanges the
-    ids of two ordinary tokens: same size, same text, another token map. vocab_size is at least 259.
+    Every byte is a token, so any text round-trips. Ids 0, 1, 2 are the SPECIAL_TOKENS. `permuted` exchanges
+    the ids of two ordinary tokens: same size, same text, another token map. vocab_size is at least 259.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -95,13 +96,13 @@ def make_tiny_llama(
     permuted_tokenizer: bool = False,
     dtype: str = "float32",
 ) -> Path:
-    """Writes a model directory: config.json, generation_config.json, safetensors, by default also a tokenizer.
+    """Writes a model directory: config.json, generation_config.json, safetensors, by default a tokenizer.
 
     architecture is LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM (with q/k/v biases) or
     Qwen3ForCausalLM (with q/k norms). `rope` is the scaling dict, written as `rope_scaling` ("v4") or into
-    `rope_parameters` ("v5"). vocab_size counts the rows of embedding and head; rows past tokenizer_vocab_size are
-    padding with weights as large as the others', so that code that may sample them does. Same arguments, same
-    bytes.
+    `rope_parameters` ("v5"). vocab_size counts the rows of embedding and head; rows past tokenizer_vocab_size
+    are padding with weights as large as the others', so that code that may sample them does. Same arguments,
+    same bytes.
     """
     import torch
     from safetensors.torch import save_file

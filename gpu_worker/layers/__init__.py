@@ -1,1 +1,1 @@
-"""Building blocks of the models: linear, norm, rotary, attention, mlp, embedding. Plain torch, inference only."""
+"""Building blocks that every model family shares. Plain torch, inference only."""

@@ -1,6 +1,7 @@
-"""Matrix products of every layer, in the model's precision: float32, bfloat16, or int8 weights and activations.
+"""Matrix products of every layer, in the model's precision: float32, bfloat16, or int8.
 
-One place decides how a weight is held: `make_linear`. Layers call what it returns and know nothing of precision.
+One place decides how a weight is held: `make_linear`. Layers call what it returns and know nothing of
+precision.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 
 Precision = Literal["float32", "bfloat16", "int8"]
 
-# The activations' dtype between linears (residual stream, norms, attention, KV unless the pool says otherwise).
+# The activations' dtype between linears (residual stream, norms, attention, KV unless the pool says
+# otherwise).
 ACTIVATION_DTYPES: dict[Precision, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -50,8 +52,9 @@ class Linear:
 class Int8Linear:
     """int8 weights, one scale per output channel; int8 activations, one scale per token, computed on the fly.
 
-    Each row is quantised by its own largest magnitude and multiplied in integers, so a row's result is the same
-    bit for bit whatever rows run beside it (a scale per tensor, or a float product, does not have this property).
+    Each row is quantised by its own largest magnitude and multiplied in integers, so a row's result is the
+    same bit for bit whatever rows run beside it (a scale per tensor, or a float product, does not have this
+    property).
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -71,10 +74,8 @@ class Int8Linear:
         """x [M, in] float32 -> [M, out] float32."""
         row_scale = x.abs().amax(dim=1, keepdim=True).mul_(1.0 / _INT8_MAX).clamp_min_(_SMALLEST_SCALE)
         quantised = (x / row_scale).round_().to(torch.int8)
-        if x.is_cuda:
-            product = self._cuda_product(quantised)
-        else:
-            product = torch._int_mm(quantised, self._weight_t)  # [M, out] int32, exact
+        # [M, out] int32, exact
+        product = self._cuda_product(quantised) if x.is_cuda else torch._int_mm(quantised, self._weight_t)
         out = (product * row_scale).mul_(self.scale)
         return out if self.bias is None else out.add_(self.bias)
 

@@ -44,7 +44,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Slow frequencies divided by the factor, fast ones kept, a blend between (Llama 3.1 model card and code)."""
+    """Slow frequencies divided by the factor, fast ones kept, a blend between (Llama 3.1 reference code)."""
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)  # in the original context
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
@@ -73,14 +73,15 @@ def _yarn(rope: RopeConfig, frequencies: torch.Tensor, head_dim: int) -> torch.T
 class RotaryEmbedding:
     """cos and sin of every position, tabulated once.
 
-    A table and not a computation per step: a vectorised cosine may round the last elements of a tensor differently,
-    and a row must not depend on how many rows run beside it.
+    A table and not a computation per step: a vectorised cosine may round the last elements of a tensor
+    differently, and a row must not depend on how many rows run beside it.
     """
 
     def __init__(
         self, rope: RopeConfig, head_dim: int, num_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)
+        positions = torch.arange(num_positions, dtype=torch.float32)
+        angles = positions[:, None] * inverse_frequencies(rope, head_dim)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(rope.attention_factor)
         self._table = table.to(device)  # [num_positions, head_dim] float32: cos, then sin
         self._dtype = dtype
@@ -94,7 +95,7 @@ class RotaryEmbedding:
 def rotate(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
     """Rotates the pairs (i, i + D/2) of each head (Su et al. 2021, in the half-split layout).
 
-    x [T, H, D], cos and signed_sin [T, 1, D] from RotaryEmbedding.at -> [T, H, D]. signed_sin carries the minus of
-    the first half, so the rotation is x * cos + swap_halves(x) * signed_sin.
+    x [T, H, D], cos and signed_sin [T, 1, D] from RotaryEmbedding.at -> [T, H, D]. signed_sin carries the
+    minus of the first half, so the rotation is x * cos + swap_halves(x) * signed_sin.
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin)

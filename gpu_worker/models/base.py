@@ -32,7 +32,7 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [M, h] -> [M, config.vocab_size] float32. Ids that no tokenizer entry has are not among them."""
+        """hidden [M, h] -> [M, config.vocab_size] float32. Ids that no token has are not among them."""
         ...
 
     def truncated(self, num_layers: int) -> CausalLM:

@@ -1,4 +1,4 @@
-"""A model's shape and settings, the same whatever file they came from; read by the builders, runner and facts."""
+"""A model's shape and settings, the same whatever file they came from; read by builders, runner and facts."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    # Prompt plus completion. A model with a sliding window is limited to the window, within which plain causal
-    # attention is exactly its own.
+    # Prompt plus completion. A model with a sliding window is limited to the window, within which plain
+    # causal attention is exactly its own.
     max_position_embeddings: int
     rope: RopeConfig
     tie_word_embeddings: bool

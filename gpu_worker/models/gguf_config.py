@@ -23,8 +23,8 @@ def parse_gguf_config(
 ) -> ModelConfig:
     """The model that a GGUF file describes.
 
-    tensor_shapes are by GGUF tensor name, [out, in]; rope_divisors are the rope_freqs tensor's values, () without one.
-    Raises ModelError naming the file, the key, what was found and what would be right.
+    tensor_shapes are by GGUF tensor name, [out, in]; rope_divisors are the rope_freqs tensor's values, ()
+    without one. Raises ModelError naming the file, the key, what was found and what would be right.
     """
     arch = metadata.get("general.architecture")
     known = {architecture.gguf_name: name for name, architecture in reversed(ARCHITECTURES.items())}
@@ -49,13 +49,13 @@ def parse_gguf_config(
         return found
 
     if (experts := value("expert_count", 0)) != 0:
-        raise ModelError(f"{path}: metadata {arch}.expert_count is {experts}, mixtures of experts are not supported")
+        raise ModelError(f"{path}: metadata {arch}.expert_count is {experts}, mixtures are not supported")
     hidden_size, num_heads = count("embedding_length"), count("attention.head_count")
     head_dim = count("attention.key_length", hidden_size // num_heads)
     if (rotary_dim := count("rope.dimension_count", head_dim)) != head_dim:
         raise ModelError(
-            f"{path}: metadata {arch}.rope.dimension_count is {rotary_dim}, only the whole head ({head_dim}) is"
-            " supported"
+            f"{path}: metadata {arch}.rope.dimension_count is {rotary_dim}, only the whole head"
+            f" ({head_dim}) is supported"
         )
     embedding_shape = tensor_shapes.get("token_embd.weight")
     if embedding_shape is None:
@@ -108,7 +108,7 @@ def _rope(value: Any, divisors: tuple[float, ...], positions: int, path: Path) -
 
 
 def _eos_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """End of text, of turn and of message: a chat model's turn may end with any of those that the file names."""
+    """End of text, of turn and of message: a chat model may end with any of those that the file names."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = (metadata.get(f"tokenizer.ggml.{key}") for key in keys)
     return tuple(dict.fromkeys(token_id for token_id in found if token_id is not None))

@@ -18,10 +18,10 @@ _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def parse_hf_config(config: Json, generation: Json, path: Path) -> ModelConfig:
-    """The model that `config` (from the file `path`) describes; `generation` is {} where that file is missing.
+    """The model that `config` (from file `path`) describes; `generation` is {} where that file is missing.
 
-    Reads both layouts of rotary settings: `rope_theta` with `rope_scaling`, and `rope_parameters`. Raises ModelError
-    naming the file, the key, what was found and what would be right.
+    Reads both layouts of rotary settings: `rope_theta` with `rope_scaling`, and `rope_parameters`. Raises
+    ModelError naming the file, the key, what was found and what would be right.
     """
     return _HFConfigParser(config, generation, path).parse()
 
@@ -50,7 +50,9 @@ class _HFConfigParser:
                 f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
             )
         if self._config.get("head_dim") is None and hidden_size % num_heads:
-            raise self._error(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
+            raise self._error(
+                f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}"
+            )
         head_dim = self._count("head_dim", hidden_size // num_heads)
         if head_dim % 2:
             raise self._error(f"head_dim is {head_dim}, rotary embedding needs an even one")
@@ -88,8 +90,10 @@ class _HFConfigParser:
             for name, architecture in ARCHITECTURES.items():
                 if architecture.model_type == self._config.get("model_type"):
                     return name
-        found = f"architectures is {names!r}" if names else f"model_type is {self._config.get('model_type')!r}"
-        raise self._error(f"{found}; known architectures are {', '.join(ARCHITECTURES)}")
+        key = "architectures" if names else "model_type"
+        raise self._error(
+            f"{key} is {self._config.get(key)!r}; known architectures are {', '.join(ARCHITECTURES)}"
+        )
 
     def _sliding_window(self) -> int | None:
         """Tokens of the attention window where any layer has one."""

@@ -1,1 +1,1 @@
-"""From a model's name to weights on the device: resolve, open the checkpoint, load; tokenizer files and facts."""
+"""From a model's name to weights on the device, tokenizer files and facts."""

@@ -22,8 +22,8 @@ def build_facts(
 ) -> ModelFacts:
     """ModelFacts of the loaded target; an empty `name` becomes the source's own.
 
-    End-of-text ids and sampling defaults are those of the model's files (generation_config.json before config.json, or
-    GGUF metadata); what the files leave open is neutral: temperature 1 and no truncation.
+    End-of-text ids and sampling defaults are those of the model's files (generation_config.json before
+    config.json, or GGUF metadata); what the files leave open is neutral: temperature 1 and no truncation.
     """
     return ModelFacts(
         name=name or source.name,

@@ -30,7 +30,8 @@ class GGUFCheckpoint:
         arch_name = self.file.metadata["general.architecture"]
         arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == arch_name)
         self._names = get_tensor_name_map(arch, self.config.num_layers)
-        # The llama converter reorders q and k rows for its interleaved rotation; those of Qwen keep the hub's order.
+        # The llama converter reorders q and k rows for its interleaved rotation; those of Qwen keep the hub's
+        # order.
         self._permuted_heads: dict[str, int] = {}
         if arch == MODEL_ARCH.LLAMA:
             self._permuted_heads = {
@@ -54,13 +55,14 @@ class GGUFCheckpoint:
             raise ModelError(f"{self.file.path}: tensor {gguf_name} ({name}) is missing")
         if tensor.shape != shape:
             raise ModelError(
-                f"{self.file.path}: tensor {gguf_name} ({name}) has shape {list(tensor.shape)}, expected {list(shape)}"
+                f"{self.file.path}: tensor {gguf_name} ({name}) has shape {list(tensor.shape)},"
+                f" expected {list(shape)}"
             )
         try:
             values = self.file.dequantized(gguf_name)
         except NotImplementedError as error:
             raise ModelError(
-                f"{self.file.path}: tensor {gguf_name} has type {tensor.kind.name}, which cannot be dequantised"
+                f"{self.file.path}: tensor {gguf_name} has type {tensor.kind.name}, which is not supported"
             ) from error
         weight = torch.from_numpy(np.ascontiguousarray(values))
         for projection, num_heads in self._permuted_heads.items():

@@ -1,9 +1,9 @@
 """Reads a GGUF file's header and maps its tensors; knows the format, not what the model is.
 
-The gguf package's own reader makes several numpy arrays for every string of the vocabulary (seconds for 49,152 tokens)
-and fails on a file cut short with an error that names neither file nor tensor; so the header is read here and the
-package does what is laborious: block layouts and dequantisation.
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The gguf package's own reader makes several numpy arrays for every string of the vocabulary (seconds for
+49,152 tokens) and fails on a file cut short with an error that names neither file nor tensor; so the header
+is read here and the package does what is laborious: block layouts and dequantisation. Format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SCALARS = {  # value type -> struct format
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
-_CHUNK_ELEMENTS = 1 << 14  # elements per row given to dequantize, which works on 16 rows at a time: fits the cache
+_CHUNK_ELEMENTS = 1 << 14  # per row given to dequantize, which works on 16 rows at a time: fits the cache
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class GGUFTensor:
 class GGUFFile:
     """Metadata and tensors of one file.
 
-    Raises ModelError, naming the file, when it cannot be read, is not a GGUF file, or is shorter than its header says.
+    Raises ModelError, naming the file, when it cannot be read, is not a GGUF file, or is shorter than its
+    header says.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +65,9 @@ class GGUFFile:
                 self._spans[key] = (begin, header.position)
             self.tensors = self._tensor_table(header, num_tensors)
         except (struct.error, OverflowError) as error:
-            raise ModelError(f"{path}: the file is cut short: its {len(self._data)} bytes end in the header") from error
+            raise ModelError(
+                f"{path}: the file is cut short: its {len(self._data)} bytes end inside the header"
+            ) from error
         except UnicodeDecodeError as error:
             raise ModelError(f"{path}: the GGUF header holds a string that is not UTF-8: {error}") from error
 
@@ -81,7 +84,8 @@ class GGUFFile:
             return np.array(raw).view(np.float32).reshape(tensor.shape)
         if tensor.kind == GGMLQuantizationType.F16:
             return np.array(raw).view(np.float16).reshape(tensor.shape)
-        # Blocks do not know rows: regrouping them spares the package's loop over 16 of the tensor's own short rows.
+        # Blocks do not know rows: regrouping them spares the package's loop over 16 of the tensor's own short
+        # rows.
         block_elements, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         num_blocks = tensor.num_bytes // block_bytes
         blocks_per_row = math.gcd(num_blocks, _CHUNK_ELEMENTS // block_elements)
@@ -105,8 +109,8 @@ class GGUFFile:
             elements = math.prod(shape)
             if elements % block_elements:
                 raise ModelError(
-                    f"{self.path}: tensor {name} has {elements} elements, not a multiple of {kind.name}'s block of"
-                    f" {block_elements}"
+                    f"{self.path}: tensor {name} has {elements} elements, not a multiple of {kind.name}'s"
+                    f" block of {block_elements}"
                 )
             tensor = GGUFTensor(shape, kind, data_start + offset, elements // block_elements * block_bytes)
             if tensor.offset + tensor.num_bytes > len(self._data):
@@ -163,6 +167,6 @@ class _HeaderReader:
             values = list(struct.unpack_from(format, self._data, self.position))
             self.position += struct.calcsize(format)
             return values
-        if count > len(self._data) - self.position:  # every item takes bytes: spare a loop over a damaged count
+        if count > len(self._data) - self.position:  # every item takes bytes: no loop over a damaged count
             raise struct.error("array beyond the end")
         return [self.value(item_kind) for _ in range(count)]

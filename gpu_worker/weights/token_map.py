@@ -10,11 +10,11 @@ from gpu_worker.errors import ModelError
 
 
 def read_token_map(directory: Path) -> dict[str, int]:
-    """Token -> id of the tokenizer in `directory`, added tokens included. Raises ModelError for an unusable file."""
+    """Token -> id of the tokenizer in `directory`, added tokens included; ModelError for an unusable file."""
     path = directory / "tokenizer.json"
     try:
         return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the library raises bare Exception for all of missing, unreadable and malformed
+    except Exception as error:  # the library raises no narrower one
         raise ModelError(f"{path}: cannot be read as a tokenizer: {error}") from error
 
 
@@ -26,8 +26,8 @@ def usable_vocabulary(token_map: dict[str, int]) -> int:
 def check_same_token_map(target_dir: Path, draft_dir: Path) -> int:
     """Makes sure that two tokenizers give every token the same id; sizes of padded embeddings play no part.
 
-    Both directories hold a tokenizer.json. Returns the usable vocabulary size. Raises ModelError naming the first
-    token (by id) that differs and its id in both.
+    Both directories hold a tokenizer.json. Returns the usable vocabulary size. Raises ModelError naming the
+    first token (by id) that differs and its id in both.
     """
     target = read_token_map(target_dir)
     if target_dir.resolve() == draft_dir.resolve():

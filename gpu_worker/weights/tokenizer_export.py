@@ -15,19 +15,19 @@ from gpu_worker.weights.gguf_tokenizer import TOKENIZER_KEYS, convert_tokenizer
 from gpu_worker.weights.resolve import ModelSource
 
 DEFAULT_CACHE = Path("~/.cache/draftline/tokenizers")
-_FORMAT = b"1"  # part of the cache key: raise it whenever convert_tokenizer gives other files for the same GGUF
+_FORMAT = b"1"  # part of the cache key: raise it when convert_tokenizer gives other files for the same GGUF
 
 
 def export_tokenizer(source: ModelSource, cache_directory: Path = DEFAULT_CACHE) -> Path:
     """The directory with the model's tokenizer files.
 
-    For a model directory it is the directory itself. The tokenizer of a GGUF file is converted once and kept under
-    cache_directory / <hash of its metadata>, which two processes may do at the same time. Raises ModelError naming
-    the file when there is no tokenizer or the cache cannot be written.
+    For a model directory it is the directory itself. The tokenizer of a GGUF file is converted once and kept
+    under cache_directory / <hash of its metadata>, which two processes may do at the same time. Raises
+    ModelError naming the file when there is no tokenizer or the cache cannot be written.
     """
     if source.kind == "directory":
         if not (source.path / "tokenizer.json").is_file():
-            raise ModelError(f"{source.path / 'tokenizer.json'}: missing; the model cannot be served without it")
+            raise ModelError(f"{source.path / 'tokenizer.json'}: missing, the model cannot be served without")
         return source.path
     file = GGUFFile(source.path)
     digest = hashlib.sha256(_FORMAT)

@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to a LlamaForCausalLM: reads, fuses, converts; layer by layer on a few threads."""
+"""From a checkpoint's tensors to a LlamaForCausalLM: reads, fuses and converts layers on a few threads."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class DecoderLayer:
 
 
 class LlamaForCausalLM:
-    """Implements CausalLM for every architecture in this family; their differences are data (biases, q/k norms)."""
+    """Implements CausalLM for every architecture of the family; they differ in data (biases, q/k norms)."""
 
     def __init__(
         self,
