@@ -1,0 +1,141 @@
+"""Moves pages between sequences, ledger and prefix cache; the only writer of a sequence's page list.
+
+A sequence's pages are `cache_nodes` (shared, complete, never written again) followed by private ones. Surplus pages
+go back whenever a result is applied: the ledger then says what sequences need, and no idle page keeps another
+sequence waiting. The worker may still list such pages; it writes only what a row's plan covers.
+"""
+
+from __future__ import annotations
+
+from scheduler_svc.scheduler.page_ledger import PageLedger
+from scheduler_svc.scheduler.prefix_cache import CacheNode, PrefixCache
+from scheduler_svc.scheduler.request import Sequence
+
+
+class PageAllocator:
+    """Pages for sequences out of one pool."""
+
+    def __init__(self, num_pages: int, page_size: int, max_context_tokens: int, use_prefix_cache: bool) -> None:
+        self.ledger = PageLedger(num_pages)
+        self.cache = PrefixCache(self.ledger)
+        self.page_size = page_size
+        self._max_context_tokens = max_context_tokens
+        self._use_prefix_cache = use_prefix_cache
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that cover num_tokens; nothing beyond the context limit is ever written."""
+        return -(-min(num_tokens, self._max_context_tokens) // self.page_size)
+
+    def find_prefix(self, sequence: Sequence) -> list[CacheNode]:
+        """The cached pages that an admission of `sequence` would hit; changes nothing.
+
+        At most floor((n - 1) / page_size) pages: the last token is always computed, for its logits.
+        """
+        if not self._use_prefix_cache or not sequence.reuses_prefix:
+            return []
+        nodes: list[CacheNode] = []
+        salt = sequence.request.submit.cache_salt
+        for i in range((len(sequence.tokens) - 1) // self.page_size):
+            node = self.cache.find(salt, nodes[-1] if nodes else None, sequence.page_key(i, self.page_size))
+            if node is None:
+                break
+            nodes.append(node)
+        return nodes
+
+    def num_shareable_tokens(self, sequence: Sequence) -> int:
+        """Leading prompt tokens that another sample of the same request could take from the cache."""
+        if not self._use_prefix_cache or not sequence.reuses_prefix:
+            return 0
+        return (sequence.num_prompt_tokens - 1) // self.page_size * self.page_size
+
+    def num_unheld(self, nodes: list[CacheNode]) -> int:
+        """Of these pages, how many an admission would turn from evictable into owned."""
+        return sum(self.ledger.references(node.page) == 0 for node in nodes)
+
+    def admit(self, sequence: Sequence, prefix: list[CacheNode]) -> None:
+        """Gives a sequence without pages its cached prefix (as find_prefix returned it)."""
+        assert not sequence.pages, "a waiting sequence holds no pages"
+        for node in prefix:
+            self.cache.hold(node)
+        sequence.pages = [node.page for node in prefix]
+        sequence.cache_nodes = list(prefix)
+        sequence.leaves_cache_alone = False
+        sequence.num_pages_sent = 0
+        sequence.num_computed = len(prefix) * self.page_size
+        with_draft_kv = 0
+        while with_draft_kv < len(prefix) and prefix[with_draft_kv].has_draft_kv:
+            with_draft_kv += 1
+        sequence.num_draft_computed = with_draft_kv * self.page_size
+        sequence.num_pages_marked = with_draft_kv
+
+    def num_coverable_tokens(self, sequence: Sequence) -> int:
+        """Tokens that the sequence's pages would cover if it took every available page."""
+        return (len(sequence.pages) + self.ledger.num_available) * self.page_size
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Makes the pages cover num_tokens, evicting cached ones; False (and no change) if too few can be had."""
+        missing = self.pages_for(num_tokens) - len(sequence.pages)
+        if missing <= 0:
+            return True
+        if missing > self.ledger.num_available:
+            return False
+        self.cache.evict(max(0, missing - self.ledger.num_free))
+        sequence.pages.extend(self.ledger.take(missing))
+        return True
+
+    def trim(self, sequence: Sequence) -> None:
+        """Gives back pages behind the one that takes the next token; no step of the sequence may be in flight."""
+        keep = max(self.pages_for(sequence.num_computed + 1), len(sequence.cache_nodes))
+        for page in sequence.pages[keep:]:
+            self.ledger.give_back(page, None)
+        del sequence.pages[keep:]
+        sequence.num_pages_sent = min(sequence.num_pages_sent, keep)
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes all pages of a sequence that ends or is preempted; a step in flight may still write private ones."""
+        for page in sequence.pages[len(sequence.cache_nodes) :]:
+            self.ledger.give_back(page, sequence.step_in_flight)
+        self.cache.let_go(sequence.cache_nodes)
+        sequence.pages = []
+        sequence.cache_nodes = []
+
+    def publish(self, sequence: Sequence) -> None:
+        """Enters the pages that retired steps completed into the prefix cache, so that others can hit them at once.
+
+        Only accepted tokens count: num_computed never covers rejected draft rows.
+        """
+        if not self._use_prefix_cache:
+            return
+        self._mark_draft_kv(sequence)
+        num_full = min(sequence.num_computed, len(sequence.tokens)) // self.page_size
+        while len(sequence.cache_nodes) < num_full and not sequence.leaves_cache_alone:
+            self._publish_page(sequence, len(sequence.cache_nodes))
+
+    def _publish_page(self, sequence: Sequence, index: int) -> None:
+        salt, key = sequence.request.submit.cache_salt, sequence.page_key(index, self.page_size)
+        parent = sequence.cache_nodes[-1] if sequence.cache_nodes else None
+        page = sequence.pages[index]
+        has_draft_kv = sequence.num_draft_computed >= (index + 1) * self.page_size
+        node = self.cache.find(salt, parent, key)
+        if node is None:
+            node = self.cache.insert(salt, parent, key, page, has_draft_kv)
+        elif node.has_draft_kv or sequence.num_draft_computed <= index * self.page_size:
+            # Another sequence filled the same page meanwhile: share its copy and free ours.
+            self.cache.hold(node)
+            sequence.pages[index] = node.page
+            sequence.num_pages_sent = min(sequence.num_pages_sent, index)
+            self.ledger.give_back(page, None)
+        elif has_draft_kv and self.ledger.references(node.page) == 0:
+            # Swapping would lose draft KV that the worker counts on; nobody holds the other copy, so ours is better.
+            self.cache.replace_page(node, page, has_draft_kv)
+        else:
+            sequence.leaves_cache_alone = True
+            return
+        sequence.cache_nodes.append(node)
+
+    def _mark_draft_kv(self, sequence: Sequence) -> None:
+        """The drafter may have caught up on shared pages that lacked its KV (the values depend on tokens alone)."""
+        end = min(sequence.num_draft_computed // self.page_size, len(sequence.cache_nodes))
+        for node in sequence.cache_nodes[sequence.num_pages_marked : end]:
+            node.has_draft_kv = True
+        sequence.num_pages_marked = max(sequence.num_pages_marked, end)

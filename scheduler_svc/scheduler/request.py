@@ -1,0 +1,175 @@
+"""The scheduler's memory of one call: a Request and its sequences (one per sample), built once at its arrival."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from scheduler_svc.messages import Submit, TokenLogprobs
+from scheduler_svc.scheduler.limits import Limits
+from scheduler_svc.scheduler.stopping import EndRules
+from shared_mem.enums import SpeculationMethod
+from shared_mem.records import SamplingRecord
+
+if TYPE_CHECKING:
+    from scheduler_svc.scheduler.prefix_cache import CacheNode
+
+RankKey = tuple[int, float, int, int]
+
+
+class SequenceState(enum.Enum):
+    """WAITING (in the queue) -> RUNNING (has a slot) -> ENDED; a preemption goes back to WAITING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One Submit with everything that was resolved once, at its arrival."""
+
+    submit: Submit
+    frontend: bytes  # whom the events go to
+    serial: int  # order of arrival in this process; settles equal arrival times
+    method: SpeculationMethod  # the wish, or the server's default
+    max_draft_tokens: int
+    end_rules: EndRules
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        return self.submit.request_id
+
+    @property
+    def live_sequences(self) -> list[Sequence]:
+        """Samples that have not ended."""
+        return [sequence for sequence in self.sequences if sequence.state is not SequenceState.ENDED]
+
+    @property
+    def is_live(self) -> bool:
+        """Whether any sample goes on."""
+        return any(sequence.state is not SequenceState.ENDED for sequence in self.sequences)
+
+    @property
+    def was_scheduled(self) -> bool:
+        """Whether any sample ever had a slot: from then on the caller may have seen output."""
+        return any(sequence.first_scheduled_time is not None for sequence in self.sequences)
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One sample: its tokens, how far they are computed, and what it holds while it runs."""
+
+    request: Request
+    index: int
+    tokens: list[int]  # prompt, then generated
+    sampling: SamplingRecord
+    state: SequenceState = SequenceState.WAITING
+
+    # while RUNNING
+    slot: int = -1
+    epoch: int = 0
+    pages: list[int] = field(default_factory=list)
+    cache_nodes: list[CacheNode] = field(default_factory=list)  # pages[i] is cache_nodes[i].page for the leading ones
+    leaves_cache_alone: bool = False  # its next full page exists in the cache, in a form it cannot share
+    num_pages_marked: int = 0  # leading cache_nodes whose draft KV is known to be valid
+    num_pages_sent: int = 0  # leading pages that the worker knows
+    num_computed: int = 0
+    num_draft_computed: int = 0
+    decoding: bool = False  # has drawn a token since it got its slot
+    step_in_flight: int | None = None
+
+    # over its whole life
+    page_keys: list[bytes] = field(default_factory=list)
+    num_cached_tokens: int = 0  # of the first admission
+    first_scheduled_time: float | None = None
+    started_sent: bool = False
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_steps: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.submit.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.request.submit.token_ids)
+
+    @property
+    def rank(self) -> RankKey:
+        """Smaller is served first: priority, then arrival. Preemption takes the largest."""
+        submit = self.request.submit
+        return (-submit.priority, submit.arrival_time, self.request.serial, self.index)
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """Whether cached pages may stand in for this sequence's own prefill.
+
+        Prompt log-probabilities need every prompt row computed, until they were delivered.
+        """
+        return self.request.submit.num_prompt_logprobs is None or self.started_sent
+
+    def page_key(self, index: int, page_size: int) -> bytes:
+        """The token ids of full page `index` as bytes (bytes remember their hash; tuples do not)."""
+        while len(self.page_keys) <= index:
+            start = len(self.page_keys) * page_size
+            page = self.tokens[start : start + page_size]
+            assert len(page) == page_size, f"page {len(self.page_keys)} of {len(self.tokens)} tokens is not full"
+            self.page_keys.append(array("i", page).tobytes())
+        return self.page_keys[index]
+
+
+def new_request(submit: Submit, frontend: bytes, serial: int, limits: Limits) -> Request:
+    """The request of a Submit that was accepted, with one waiting sequence per sample."""
+    wish, stopping = submit.speculation, submit.stopping
+    request = Request(
+        submit=submit,
+        frontend=frontend,
+        serial=serial,
+        method=limits.default_method if wish.method is None else wish.method,
+        max_draft_tokens=(
+            limits.default_num_draft_tokens if wish.max_draft_tokens is None else wish.max_draft_tokens
+        ),
+        end_rules=EndRules(
+            eos_token_ids=frozenset() if stopping.ignore_eos else limits.eos_token_ids,
+            stop_token_ids=frozenset(stopping.stop_token_ids),
+            min_tokens=stopping.min_tokens,
+            max_tokens=stopping.max_tokens,
+            max_context_tokens=limits.max_context_tokens,
+            num_prompt_tokens=len(submit.token_ids),
+        ),
+    )
+    request.sequences = [
+        Sequence(request, index, list(submit.token_ids), _sampling_record(request, seed))
+        for index, seed in enumerate(submit.seeds)
+    ]
+    return request
+
+
+def _sampling_record(request: Request, seed: int) -> SamplingRecord:
+    submit, rules = request.submit, request.end_rules
+    sampling, wish = submit.sampling, submit.speculation
+    ends = sorted(rules.eos_token_ids | rules.stop_token_ids) if rules.min_tokens > 0 else []
+    return SamplingRecord(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=seed,
+        min_tokens=rules.min_tokens,
+        logit_bias=sampling.logit_bias,
+        end_ids=tuple(ends),
+        num_logprobs=-1 if submit.num_logprobs is None else submit.num_logprobs,
+        num_prompt_logprobs=-1 if submit.num_prompt_logprobs is None else submit.num_prompt_logprobs,
+        acceptance_rule=wish.acceptance_rule,
+        typical_epsilon=wish.typical_epsilon,
+        typical_delta=wish.typical_delta,
+        threshold=wish.threshold,
+    )

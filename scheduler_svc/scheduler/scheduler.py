@@ -1,0 +1,367 @@
+"""Decides everything between a Submit and its last token: plans steps, applies their results. No I/O, no clock.
+
+Its caller (process.py) brings messages, results and the time, and carries what comes back. Per step: `expire`,
+`schedule` (the plan goes to the workers), then `apply` of the result (events go to frontends).
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from scheduler_svc.errors import ErrorReason
+from scheduler_svc.messages import Abort, AbortReply, Cancel, LoadReply, Rejected, Submit, TokenEvent
+from scheduler_svc.scheduler.batch_planner import BatchPlanner, PlannedRow
+from scheduler_svc.scheduler.counters import Counters
+from scheduler_svc.scheduler.events import (
+    Outbound,
+    abort_event,
+    delivered_step,
+    per_frontend,
+    token_event,
+    token_logprobs,
+)
+from scheduler_svc.scheduler.limits import Limits
+from scheduler_svc.scheduler.page_allocator import PageAllocator
+from scheduler_svc.scheduler.request import Request, Sequence, SequenceState, new_request
+from scheduler_svc.scheduler.slots import SlotTable
+from scheduler_svc.scheduler.speculation_policy import FixedSpeculation, SpeculationPolicy
+from scheduler_svc.scheduler.stopping import find_end
+from scheduler_svc.scheduler.waiting_queue import WaitingQueue
+from shared_mem.enums import SpeculationMethod
+from shared_mem.records import Admission, PageUpdate, RowPlan, RowResult, SamplingRecord, StepPlan, StepResult
+
+_RETRY_AFTER_SECONDS = 1.0
+
+
+class ResultError(Exception):
+    """A result that does not answer the oldest step in flight row by row: the worker cannot be trusted any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    step_id: int
+    rows: tuple[RowPlan, ...]
+
+
+class Scheduler:
+    """Owns every request and every KV page of one worker group."""
+
+    def __init__(
+        self, limits: Limits, policy: SpeculationPolicy | None = None, max_steps_in_flight: int = 1
+    ) -> None:
+        self.limits = limits
+        self.counters = Counters()
+        self.accepting = True  # False while draining
+        self._max_steps_in_flight = max_steps_in_flight
+        self._allocator = PageAllocator(
+            limits.num_pages, limits.page_size, limits.max_context_tokens, limits.prefix_cache
+        )
+        self._slots = SlotTable(limits.max_running_requests)
+        self._queue = WaitingQueue()
+        self._planner = BatchPlanner(
+            limits,
+            self._allocator,
+            self._slots,
+            self._queue,
+            policy or FixedSpeculation(limits.drafters),
+            self.counters,
+        )
+        self._requests: dict[str, Request] = {}
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._num_submitted = 0
+        self._step_id = 0
+        self._in_flight: list[_StepInFlight] = []  # oldest first
+
+    # --- what frontends ask for --------------------------------------------------------------------------------
+
+    def submit(self, frontend: bytes, submit: Submit) -> list[Outbound]:
+        """Queues a request, or answers Rejected with the reason."""
+        refusal = self._refusal(submit)
+        if refusal is not None:
+            return [Outbound(frontend, refusal)]
+        self._num_submitted += 1
+        request = new_request(submit, frontend, self._num_submitted, self.limits)
+        self._requests[submit.request_id] = request
+        for sequence in request.sequences:
+            self._queue.push(sequence)
+        if submit.deadline is not None:
+            heapq.heappush(self._deadlines, (submit.deadline, request.serial, request))
+        return []
+
+    def _refusal(self, submit: Submit) -> Rejected | None:
+        def refuse(reason: ErrorReason, message: str, retry_after: float | None = None) -> Rejected:
+            return Rejected(submit.request_id, reason, message, retry_after)
+
+        limits, num_tokens = self.limits, len(submit.token_ids)
+        if not self.accepting:
+            return refuse(ErrorReason.NOT_SERVING, "the service is shutting down", _RETRY_AFTER_SECONDS)
+        if submit.request_id in self._requests:
+            return refuse(
+                ErrorReason.DUPLICATE_REQUEST_ID, f"request_id: {submit.request_id!r} is live already"
+            )
+        if not 1 <= num_tokens < limits.max_context_tokens:
+            return refuse(
+                ErrorReason.PROMPT_TOO_LONG,
+                f"prompt: {num_tokens} tokens; from 1 to {limits.max_context_tokens - 1} fit the context",
+            )
+        method = submit.speculation.method
+        if method is not None and method not in (SpeculationMethod.DISABLED, *limits.drafters):
+            loaded = ", ".join(loaded.label for loaded in limits.drafters) or "none"
+            return refuse(
+                ErrorReason.PRECONDITION, f"speculation.method: {method.label} is not loaded; loaded: {loaded}"
+            )
+        # Requests that the next plan can start do not count as queued.
+        starting = 0 if self._planner.short_of_pages else self._slots.num_free
+        if self._queue.num_requests >= limits.max_queued_requests + starting:
+            return refuse(
+                ErrorReason.QUEUE_FULL,
+                f"{self._queue.num_requests} requests wait, the limit is {limits.max_queued_requests}",
+                _RETRY_AFTER_SECONDS,
+            )
+        return None
+
+    def cancel(self, frontend: bytes, cancel: Cancel) -> None:
+        """Ends samples of a frontend's own request silently; unknown ids have ended by themselves."""
+        request = self._requests.get(cancel.request_id)
+        if request is None or request.frontend != frontend:
+            return
+        for sequence in request.live_sequences:
+            if cancel.index is None or cancel.index == sequence.index:
+                self._end(sequence)
+
+    def abort(self, frontend: bytes, abort: Abort) -> list[Outbound]:
+        """Ends requests of any frontend with ABORTED and answers the caller."""
+        found = [self._requests[name] for name in dict.fromkeys(abort.request_ids) if name in self._requests]
+        reply = AbortReply(abort.call_id, tuple(request.request_id for request in found))
+        return [*self._abort(found), Outbound(frontend, reply)]
+
+    def abort_all(self) -> list[Outbound]:
+        """Ends every request with ABORTED: the grace of a drain is over."""
+        return self._abort(list(self._requests.values()))
+
+    def reject_all(self, reason: ErrorReason, message: str) -> list[Outbound]:
+        """Ends every request with a status: the workers are lost."""
+        requests = list(self._requests.values())
+        for request in requests:
+            self._end_all(request)
+        return [
+            Outbound(r.frontend, Rejected(r.request_id, reason, message, _RETRY_AFTER_SECONDS)) for r in requests
+        ]
+
+    # --- time --------------------------------------------------------------------------------------------------
+
+    def expire(self, now: float) -> list[Outbound]:
+        """Ends requests whose deadline has passed; call it before schedule, so that none reaches a worker.
+
+        One that never ran is rejected. For the others the frontend has ended the call by itself.
+        """
+        rejected = []
+        while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].is_live):
+            _, _, request = heapq.heappop(self._deadlines)
+            if request.is_live:
+                if not request.was_scheduled:
+                    message = "the deadline passed while the request was queued"
+                    rejection = Rejected(request.request_id, ErrorReason.EXPIRED_IN_QUEUE, message)
+                    rejected.append(Outbound(request.frontend, rejection))
+                self._end_all(request)
+        return rejected
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When expire has something to do next, at the earliest."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step, or None if enough steps are in flight or nobody has anything to do."""
+        if len(self._in_flight) >= self._max_steps_in_flight:
+            return None
+        planned = self._planner.plan()
+        if not planned:
+            return None
+        self._step_id += 1
+        admissions = [self._admission(row, now) for row in planned if row.admitted]
+        updates = []
+        rows = []
+        for row in planned:
+            sequence = row.sequence
+            if sequence.num_pages_sent < len(sequence.pages):
+                first = sequence.num_pages_sent
+                pages = np.array(sequence.pages[first:], dtype=np.int32)
+                updates.append(PageUpdate(sequence.slot, first, pages))
+                sequence.num_pages_sent = len(sequence.pages)
+            sequence.step_in_flight = self._step_id
+            rows.append(
+                RowPlan(
+                    slot=sequence.slot,
+                    epoch=sequence.epoch,
+                    num_computed=row.num_computed,
+                    num_query=row.num_query,
+                    samples=row.samples,
+                    method=row.speculation.method,
+                    num_draft_tokens=row.speculation.num_draft_tokens,
+                )
+            )
+        plan = StepPlan(
+            step_id=self._step_id,
+            releases=self._slots.take_releases(),
+            admissions=tuple(admissions),
+            page_updates=tuple(updates),
+            rows=tuple(rows),
+        )
+        self._in_flight.append(_StepInFlight(plan.step_id, plan.rows))
+        return plan
+
+    def _admission(self, row: PlannedRow, now: float) -> Admission:
+        sequence = row.sequence
+        if sequence.first_scheduled_time is None:
+            sequence.first_scheduled_time = now
+            sequence.num_cached_tokens = row.num_computed
+            self.counters.num_prompt_tokens += sequence.num_prompt_tokens
+            self.counters.num_cached_tokens += row.num_computed
+        return Admission(
+            slot=sequence.slot,
+            epoch=sequence.epoch,
+            token_ids=np.array(sequence.tokens, dtype=np.int32),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=row.num_computed,
+            num_draft_cached_tokens=sequence.num_draft_computed,
+            sampling=_without_delivered_prompt_logprobs(sequence),
+        )
+
+    def apply(self, result: StepResult) -> list[Outbound]:
+        """Takes over what the oldest step in flight came to; returns its token events, grouped by frontend.
+
+        Rows of sequences that were ended or preempted meanwhile are dropped: their epoch is history.
+        Raises ResultError if the result does not fit the plan.
+        """
+        step = self._in_flight[0] if self._in_flight else None
+        if step is None or step.step_id != result.step_id:
+            raise ResultError(f"result of step {result.step_id}, expected {step.step_id if step else 'none'}")
+        if [(row.slot, row.epoch) for row in step.rows] != [(row.slot, row.epoch) for row in result.rows]:
+            raise ResultError(f"rows of step {result.step_id} are not those of its plan")
+        del self._in_flight[0]
+        self._allocator.ledger.retire(step.step_id)
+        self.counters.num_steps += 1
+        events: list[tuple[bytes, TokenEvent]] = []
+        for planned, row in zip(step.rows, result.rows, strict=True):
+            sequence = self._slots.tenant(row.slot, row.epoch)
+            if sequence is None:
+                continue
+            event = self._apply_row(sequence, planned, row)
+            if event is not None:
+                events.append((sequence.request.frontend, event))
+        return per_frontend(events)
+
+    def _apply_row(self, sequence: Sequence, planned: RowPlan, row: RowResult) -> TokenEvent | None:
+        num_new = len(row.token_ids)
+        if num_new != (row.num_accepted_tokens + 1 if planned.samples else 0) or (
+            row.num_accepted_tokens > row.num_draft_tokens or row.num_draft_tokens > planned.num_draft_tokens
+        ):
+            raise ResultError(
+                f"slot {row.slot}: {num_new} tokens, {row.num_accepted_tokens} of {row.num_draft_tokens} drafts "
+                f"accepted, {planned.num_draft_tokens} allowed, samples {planned.samples}"
+            )
+        sequence.step_in_flight = None
+        sequence.num_steps += 1
+        if not sequence.started_sent and row.prompt_logprobs is not None:
+            sequence.prompt_logprobs += token_logprobs(row.prompt_logprobs, planned.num_query) or ()
+        num_kept, end = find_end(sequence.request.end_rules, sequence.num_generated, row.token_ids.tolist())
+        token_ids = row.token_ids[:num_kept].tolist()
+        sequence.tokens += token_ids
+        # Rows of accepted drafts computed their tokens' KV; behind an end there are no tokens.
+        num_computed = planned.num_computed + planned.num_query + row.num_accepted_tokens
+        sequence.num_computed = min(num_computed, len(sequence.tokens))
+        sequence.num_draft_computed = max(sequence.num_draft_computed, row.num_draft_computed)
+        self._allocator.publish(sequence)
+        event = None
+        if planned.samples:
+            sequence.decoding = True
+            step = delivered_step(row, num_kept)
+            self.counters.record_delivery(step, num_kept)
+            event = token_event(sequence, token_ids, step, token_logprobs(row.logprobs, num_kept), end)
+        if end is None:
+            self._allocator.trim(sequence)
+        else:
+            self._end(sequence)
+        return event
+
+    # --- ends --------------------------------------------------------------------------------------------------
+
+    def _end(self, sequence: Sequence) -> None:
+        """Takes everything from a live sequence; a step in flight may still write its pages (see PageLedger)."""
+        if sequence.state is SequenceState.RUNNING:
+            self._allocator.release(sequence)
+            self._slots.vacate(sequence)
+        else:
+            self._queue.remove(sequence)
+        sequence.state = SequenceState.ENDED
+        if not sequence.request.is_live:
+            del self._requests[sequence.request.request_id]
+
+    def _end_all(self, request: Request) -> None:
+        for sequence in request.live_sequences:
+            self._end(sequence)
+
+    def _abort(self, requests: list[Request]) -> list[Outbound]:
+        events = []
+        for request in requests:
+            for sequence in request.live_sequences:
+                self._end(sequence)
+                events.append((request.frontend, abort_event(sequence)))
+        return per_frontend(events)
+
+    # --- for observers -----------------------------------------------------------------------------------------
+
+    @property
+    def num_live_requests(self) -> int:
+        """Requests that wait or run."""
+        return len(self._requests)
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Plans without a result yet."""
+        return len(self._in_flight)
+
+    def load(self, call_id: int, now: float) -> LoadReply:
+        """The answer to a LoadQuery."""
+        ledger, page_size = self._allocator.ledger, self.limits.page_size
+        return LoadReply(
+            call_id=call_id,
+            time=now,
+            num_running_requests=len(self._slots),
+            num_waiting_requests=self._queue.num_requests,
+            num_waiting_tokens=sum(
+                len(sequence.tokens) - page_size * len(self._allocator.find_prefix(sequence))
+                for sequence in self._queue
+            ),
+            num_used_pages=ledger.num_owned,
+            num_cached_pages=ledger.num_cached,
+            num_generated_tokens=self.counters.num_generated_tokens,
+            num_steps=self.counters.num_steps,
+            num_preemptions=self.counters.num_preemptions,
+            num_prompt_tokens=self.counters.num_prompt_tokens,
+            num_cached_tokens=self.counters.num_cached_tokens,
+            speculation=self.counters.speculation(),
+        )
+
+    def flush_prefix_cache(self) -> None:
+        """Forgets every cached page that no running sequence holds."""
+        self._allocator.cache.flush()
+
+    def check_integrity(self) -> None:
+        """Recounts pages, references and the prefix tree. Raises LedgerError for what does not add up."""
+        self._allocator.cache.check()
+        self._allocator.ledger.check(
+            [sequence.pages for sequence in self._slots.running], self._allocator.cache.pages()
+        )
+
+
+def _without_delivered_prompt_logprobs(sequence: Sequence) -> SamplingRecord:
+    """After a preemption nobody needs the prompt's log-probabilities a second time, and hits may skip its rows."""
+    sampling = sequence.sampling
+    return replace(sampling, num_prompt_logprobs=-1) if sequence.started_sent else sampling

@@ -1,0 +1,76 @@
+"""How much one sequence drafts in one step; the one place that decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared_mem.control import DrafterFacts
+from shared_mem.enums import SpeculationMethod
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationFacts:
+    """What a decision may look at: one sequence that is about to get a row.
+
+    The last three bound what one step can take: tokens still to generate, rows left in the step's budget for this
+    sequence, tokens that its pages could cover.
+    """
+
+    method: SpeculationMethod  # the caller's wish or the server's default
+    max_draft_tokens: int
+    num_tokens: int  # prompt + generated
+    decoding: bool  # False for a row that still computes the prompt: it cannot draft yet
+    num_remaining_tokens: int
+    num_budget_rows: int
+    num_coverable_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationDecision:
+    """`method` names the drafter that follows the sequence in this step (its KV is kept complete) even if it may
+    propose nothing now (num_draft_tokens 0); DISABLED: no drafter needs to look at the row."""
+
+    method: SpeculationMethod
+    num_draft_tokens: int
+
+
+NO_SPECULATION = SpeculationDecision(SpeculationMethod.DISABLED, 0)
+
+
+class SpeculationPolicy(Protocol):
+    """Chooses for each sequence and step. Implementations may learn from results, but never draft more than fits."""
+
+    def decide(self, facts: SpeculationFacts) -> SpeculationDecision:
+        """The method and the most draft tokens (tree nodes) for one row."""
+        ...
+
+
+class FixedSpeculation:
+    """As many draft tokens as were wished for, the drafter can serve and the step has room for."""
+
+    def __init__(self, drafters: Mapping[SpeculationMethod, DrafterFacts]) -> None:
+        self._drafters = drafters
+
+    def decide(self, facts: SpeculationFacts) -> SpeculationDecision:
+        """See SpeculationPolicy.decide."""
+        drafter = self._drafters.get(facts.method)
+        wished = min(facts.max_draft_tokens, drafter.max_draft_tokens) if drafter is not None else 0
+        if drafter is None or wished <= 0:
+            return NO_SPECULATION
+        if drafter.max_context_tokens:
+            # Every draft token gets a position of the draft model. A sequence only grows: past that limit the
+            # drafter is of no more use to it.
+            wished = min(wished, drafter.max_context_tokens - facts.num_tokens)
+            if wished <= 0:
+                return NO_SPECULATION
+        if not facts.decoding:
+            return SpeculationDecision(facts.method, 0)
+        # A step yields its accepted drafts and one token more: drafting the last token would be in vain.
+        useful = facts.num_remaining_tokens - 1
+        if useful <= 0:
+            return NO_SPECULATION
+        # A decoding row computes token num_tokens - 1; its pages cover one token more than the drafts behind it.
+        covered = facts.num_coverable_tokens - facts.num_tokens - 1
+        return SpeculationDecision(facts.method, max(0, min(wished, useful, facts.num_budget_rows, covered)))
