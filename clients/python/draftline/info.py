@@ -50,10 +50,9 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """Build, topology and state of the whole service. state: "starting", "serving" or "draining"."""
+    """Build, topology and state of the service. state: "starting", "serving", "draining" or "failed"."""
 
     version: str
-    revision: str
     start_time: datetime
     state: str
     workers: tuple[Worker, ...]
@@ -110,7 +109,6 @@ def server_info_from(response: info_pb2.GetServerInfoResponse) -> ServerInfo:
     """The typed form of GetServerInfo's answer."""
     return ServerInfo(
         version=response.version,
-        revision=response.revision,
         start_time=_datetime(response.start_time),
         state=label_of(SERVING_STATES, response.state),
         workers=tuple(

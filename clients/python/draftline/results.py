@@ -254,7 +254,7 @@ def stats_from(stats: common_pb2.SpeculationStats) -> SpeculationStats:
 
 def seconds(duration: duration_pb2.Duration) -> float:
     """A protobuf duration in seconds."""
-    return duration.seconds + duration.nanos * 1e-9
+    return duration.seconds + duration.nanos / 1e9
 
 
 def _finished(head: tuple[str, int], end: generation_pb2.GenerationFinished) -> Finished:

@@ -67,8 +67,8 @@ def run_order(settings: BenchSettings) -> list[tuple[int, Load, str]]:
 async def run_bench(settings: BenchSettings, observer: Observer | None = None) -> BenchResult:
     """Runs the whole benchmark.
 
-    Raises WorkloadError for unusable files and DraftlineError if the service cannot be reached, lacks a method,
-    or fails a warm-up request; failures of measured requests are counted instead.
+    Raises WorkloadError for unusable files and DraftlineError if the service cannot be reached, lacks a
+    method or fails a warm-up request; failures of measured requests are counted instead.
     """
     observer = observer or Observer()
     read_prompts(settings.prompts, 1)  # an unusable file is told before the service is asked

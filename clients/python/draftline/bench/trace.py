@@ -26,7 +26,8 @@ class TraceRow:
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRow]:
     """Rows of a CSV file with the columns TIMESTAMP, ContextTokens, GeneratedTokens.
 
-    TIMESTAMP is an ISO date and time, or seconds. Raises WorkloadError naming the line for anything else, and for a file without rows.
+    TIMESTAMP is an ISO date and time, or seconds. Raises WorkloadError naming the line for anything else, and
+    for a file without rows.
     """
     rows: list[TraceRow] = []
     try:

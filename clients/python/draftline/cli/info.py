@@ -51,7 +51,7 @@ def _lines(health: str, model: ModelInfo, service: ServerInfo, load: Load) -> li
     defaults = ", ".join(f"{name} {value:g}" for name, value in model.default_sampling.items())
     lines = [
         ("health", f"{health} ({service.state})"),
-        ("version", f"{service.version} {service.revision}".strip()),
+        ("version", service.version),
         ("started", service.start_time.isoformat(timespec="seconds")),
         ("model", f"{model.model} ({model.architecture}, {model.dtype}, KV cache {model.kv_cache_dtype})"),
         ("weights", f"{model.model_path} {model.revision}".strip()),
@@ -84,7 +84,8 @@ def _lines(health: str, model: ModelInfo, service: ServerInfo, load: Load) -> li
         (
             "since start",
             f"{load.num_generated_tokens} tokens in {load.num_steps} steps, "
-            f"{load.num_preemptions} preemptions, {load.num_cached_tokens} of {load.num_prompt_tokens} prompt tokens from the cache",
+            f"{load.num_preemptions} preemptions, "
+            f"{load.num_cached_tokens} of {load.num_prompt_tokens} prompt tokens from the cache",
         ),
     ]
     lines += [("speculation", speculation_text(stats)) for stats in load.speculation]

@@ -1,0 +1,1 @@
+"""Tests of clients/: against a scripted service, no model involved."""
