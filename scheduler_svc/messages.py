@@ -196,6 +196,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token
     started: Started | None = None
     finished: Finished | None = None
+    num_steps: int = 0  # forward passes of the sample so far; a stop string may end it here, in the frontend
+    num_preemptions: int = 0  # so far, for the same reason
 
 
 class TokenEvents(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,209 @@
+"""The frontend's end of the scheduler connection: submits, cancels, asks, hands events to streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import structlog
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from scheduler_svc.errors import DraftlineError, ErrorReason
+from scheduler_svc.messages import (
+    Abort,
+    AbortReply,
+    Cancel,
+    FrontendHello,
+    FrontendMessage,
+    LoadQuery,
+    LoadReply,
+    Rejected,
+    ServerQuery,
+    ServerReply,
+    ServiceStatus,
+    Submit,
+    TokenEvent,
+    TokenEvents,
+    decode_scheduler_message,
+    encode,
+)
+
+_REPLY_TIMEOUT_SECONDS = 5.0
+_MAX_RECENT_CANCELS = 4096
+
+log = structlog.get_logger()
+
+_Reply = TypeVar("_Reply", AbortReply, LoadReply, ServerReply)
+
+
+class EventSink(Protocol):
+    """Where one request's events go."""
+
+    scheduler_is_done: bool
+
+    def on_event(self, event: TokenEvent) -> None:
+        """New tokens of a sample."""
+
+    def on_rejected(self, error: DraftlineError) -> None:
+        """The request ends with a status."""
+
+
+class SchedulerClient:
+    """A DEALER socket and who waits for what on it. All methods belong to the event loop's thread."""
+
+    def __init__(self, address: str, on_status: Callable[[ServiceStatus], None]) -> None:
+        self._address = address
+        self._on_status = on_status
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._streams: dict[str, EventSink] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count(1)
+        # Ids whose late events may still be on their way; only if one is used again it must wait for them.
+        self._recent_cancels: OrderedDict[str, None] = OrderedDict()
+
+    def start(self) -> None:
+        """Connects, now or as soon as the scheduler is there, and again whenever it comes back."""
+        self._socket.setsockopt(zmq.LINGER, 200)
+        # Events wait in streams, which merge them; here a limit would lose them.
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(
+            zmq.IMMEDIATE, 1
+        )  # without a scheduler a send fails instead of waiting for one
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch(monitor))]
+        self._socket.connect(self._address)
+
+    async def close(self) -> None:
+        """Ends the tasks and the socket; streams still open get nothing any more."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._socket.disable_monitor()
+        self._context.destroy(linger=200)
+
+    async def submit(self, submit: Submit, stream: EventSink) -> None:
+        """Sends a request whose events then go to `stream`, until `release`.
+
+        Raises DraftlineError: DUPLICATE_REQUEST_ID, or NOT_SERVING when there is no scheduler.
+        """
+        request_id = submit.request_id
+        if request_id in self._recent_cancels:
+            # The scheduler answers in order: behind this answer no event of the id's earlier use can come.
+            await self.query_load()
+            self._recent_cancels.pop(request_id, None)
+        if request_id in self._streams:
+            raise DraftlineError(
+                ErrorReason.DUPLICATE_REQUEST_ID, f"request_id: a live request has the id {request_id}"
+            )
+        self._send(submit)
+        self._streams[request_id] = stream
+
+    def release(self, request_id: str, stream: EventSink) -> None:
+        """Ends a request from the frontend's side: cancels what the scheduler still does for it."""
+        if self._streams.get(request_id) is not stream:
+            return
+        del self._streams[request_id]
+        if not stream.scheduler_is_done:
+            self._cancel(request_id, None, "client")
+
+    def cancel_sample(self, request_id: str, index: int, reason: str) -> None:
+        """Ends one sample of a live request."""
+        self._cancel(request_id, index, reason)
+
+    async def abort(self, request_ids: tuple[str, ...]) -> AbortReply:
+        """Ends requests of any frontend. Raises DraftlineError NOT_SERVING when no scheduler answers."""
+        return await self._ask(lambda call_id: Abort(call_id, request_ids), AbortReply)
+
+    async def query_load(self) -> LoadReply:
+        """Asks for the load. Raises DraftlineError NOT_SERVING when no scheduler answers."""
+        return await self._ask(LoadQuery, LoadReply)
+
+    async def query_server(self) -> ServerReply:
+        """Asks for the state. Raises DraftlineError NOT_SERVING when no scheduler answers."""
+        return await self._ask(ServerQuery, ServerReply)
+
+    def reject_all(self, error: DraftlineError) -> None:
+        """Ends every live stream, because no scheduler works on any of them."""
+        for stream in self._streams.values():
+            stream.on_rejected(error)
+
+    def _cancel(self, request_id: str, index: int | None, reason: str) -> None:
+        self._recent_cancels[request_id] = None
+        self._recent_cancels.move_to_end(request_id)
+        if len(self._recent_cancels) > _MAX_RECENT_CANCELS:
+            self._recent_cancels.popitem(last=False)
+        with contextlib.suppress(DraftlineError):  # no scheduler, nothing to cancel
+            self._send(Cancel(request_id, index, reason))
+
+    async def _ask(self, question: Callable[[int], FrontendMessage], kind: type[_Reply]) -> _Reply:
+        call_id = next(self._call_ids)
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._replies[call_id] = reply
+        try:
+            self._send(question(call_id))
+            answer = await asyncio.wait_for(reply, _REPLY_TIMEOUT_SECONDS)
+        except TimeoutError as error:
+            raise DraftlineError(ErrorReason.NOT_SERVING, "the scheduler does not answer") from error
+        finally:
+            del self._replies[call_id]
+        if not isinstance(answer, kind):
+            raise TypeError(f"call {call_id}: got {type(answer).__name__}, expected {kind.__name__}")
+        return answer
+
+    def _send(self, message: FrontendMessage) -> None:
+        sent = self._socket.send(encode(message), flags=zmq.NOBLOCK)
+        # Only the immediate outcome matters: what is not done yet waits behind an earlier send, in order.
+        if isinstance(sent, asyncio.Future) and sent.done() and sent.exception() is not None:
+            raise DraftlineError(ErrorReason.NOT_SERVING, "the scheduler is not there")
+
+    async def _receive(self) -> None:
+        while True:
+            data = await self._socket.recv()
+            try:
+                self._dispatch(data)
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                log.error("bad_scheduler_message", error=str(error))
+            except Exception:  # a bug in one message's handling must not deafen all streams
+                log.exception("scheduler_message_failed")
+
+    def _dispatch(self, data: bytes) -> None:
+        message = decode_scheduler_message(data)
+        if isinstance(message, TokenEvents):
+            for event in message.events:
+                stream = self._streams.get(event.request_id)
+                if stream is not None:
+                    stream.on_event(event)
+        elif isinstance(message, Rejected):
+            stream = self._streams.get(message.request_id)
+            if stream is not None:
+                stream.on_rejected(
+                    DraftlineError(message.reason, message.message, retry_after=message.retry_after)
+                )
+        elif isinstance(message, ServiceStatus):
+            self._on_status(message)
+        else:
+            reply = self._replies.get(message.call_id)
+            if reply is not None and not reply.done():
+                reply.set_result(message)
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        """Greets each scheduler that appears; tells when one is gone."""
+        while True:
+            event = await recv_monitor_message(monitor)
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                await self._socket.send(encode(FrontendHello()))
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self._on_status(ServiceStatus("failed", detail="the scheduler is gone"))
