@@ -75,6 +75,7 @@ class Script:
     deltas: Sequence[tuple[str, Sequence[Step]]] | None = None  # (text, steps) instead of the usual story
     hang_after: int | None = None  # events after which Generate waits for the end of the call
     step_seconds: float = 0.0
+    drafters: tuple[int, ...] = (NGRAM, DRAFT_MODEL)
 
 
 class FakeService(generation_pb2_grpc.GenerationServiceServicer, info_pb2_grpc.InfoServiceServicer):
@@ -222,8 +223,10 @@ class FakeService(generation_pb2_grpc.GenerationServiceServicer, info_pb2_grpc.I
             has_chat_template=True,
             default_sampling_params=common_pb2.SamplingParams(temperature=0.0, top_k=0),
             drafters=[
-                info_pb2.DrafterInfo(method=NGRAM, max_draft_tokens=4),
-                info_pb2.DrafterInfo(method=DRAFT_MODEL, model_path="layers:2", max_draft_tokens=4),
+                info_pb2.DrafterInfo(
+                    method=method, model_path="layers:2" if method == DRAFT_MODEL else "", max_draft_tokens=4
+                )
+                for method in self.script.drafters
             ],
         )
 

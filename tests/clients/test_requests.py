@@ -161,7 +161,7 @@ assert not loaded, loaded
 import draftline
 draftline.Client
 assert "draftline.client" in sys.modules
-import draftline.cli
+import draftline.cli.app
 foreign = {"torch", "transformers", "scheduler_svc", "gpu_worker", "shared_mem", "numpy"} & set(sys.modules)
 assert not foreign, foreign
 """

@@ -1,31 +1,17 @@
-"""The `draftline` command; entry point of the console script. One module per subcommand."""
+"""The `draftline` command; `main` is the entry point of the console script."""
 
 from __future__ import annotations
 
+import os
 import sys
-
-import typer
-
-from draftline.cli import bench, chat, generate, info
-
-
-def build_app() -> typer.Typer:
-    """The command with its subcommands."""
-    app = typer.Typer(
-        help="Talk to a Draftline service.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
-    app.command("generate")(generate.generate)
-    app.command("chat")(chat.chat)
-    app.command("info")(info.info)
-    app.command("bench")(bench.bench)
-    return app
 
 
 def main() -> None:
-    """Runs the command. Exit codes: 0 done, 1 the call failed, 2 wrong usage."""
+    """Runs the command on this process's arguments and exits."""
+    # gRPC's core, which reads this when it loads, would log connection trouble beside our own line about it.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from draftline.cli.app import build_app
+
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal of another encoding must not end a stream half-way
     build_app()()

@@ -104,7 +104,8 @@ def generate(
             typer.echo(json.dumps(completion_object(stream.completion()), ensure_ascii=False))
         elif n == 1:
             painter = _painter(client, special_tokens) if show_drafts else None
-            _print_statistics(stream_text(stream, TextWriter(), painter))
+            writer = TextWriter()
+            _print_statistics(stream_text(stream, writer, painter), writer)
         else:
             _print_samples(client, stream, show_drafts, special_tokens)
 
@@ -145,10 +146,12 @@ def stream_text(
     return stream.completion()
 
 
-def _print_statistics(completion: Completion) -> None:
+def _print_statistics(completion: Completion, writer: TextWriter) -> None:
     for sample in completion.samples:
         head = f"[{sample.index}] " if len(completion.samples) > 1 else ""
         typer.echo(head + statistics_line(sample), err=True)
+    if writer.legend():
+        typer.echo(f"coloured: {writer.legend()}", err=True)
 
 
 def _print_samples(client: Client, stream: GenerationStream, show_drafts: bool, special_tokens: bool) -> None:
@@ -168,7 +171,7 @@ def _print_samples(client: Client, stream: GenerationStream, show_drafts: bool, 
         for piece, drafter in pieces.get(sample.index, ()):
             writer.write(piece, drafter)
         writer.end_line()
-    _print_statistics(completion)
+    _print_statistics(completion, writer)
 
 
 def _painter(client: Client, special_tokens: bool) -> DraftPainter:
