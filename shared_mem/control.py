@@ -39,7 +39,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     vocab_size: int  # ids that may be used: rows of the output head that the tokenizer knows
     max_context_tokens: int  # prompt plus completion
     eos_token_ids: tuple[int, ...]
-    tokenizer_path: str  # directory with tokenizer.json and tokenizer_config.json (chat template inside or beside)
+    tokenizer_path: str  # directory with tokenizer.json, tokenizer_config.json and the chat template
     sampling_defaults: SamplingDefaults
     drafters: tuple[DrafterFacts, ...]
 

@@ -1,0 +1,118 @@
+"""The bytes of a StepResult: header, row records, int32 pool, float32 pool."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shared_mem.enums import SpeculationMethod
+from shared_mem.layout import (
+    LAYOUT_VERSION,
+    Float32Array,
+    Int32Array,
+    LayoutError,
+    RecordReader,
+    concatenate_floats,
+    concatenate_ints,
+    enum_value,
+)
+from shared_mem.result import Logprobs, RowResult, StepResult
+
+_RESULT_HEADER = np.dtype(
+    [
+        ("layout_version", "<u4"),
+        ("num_rows", "<u4"),
+        ("step_id", "<u8"),
+        ("num_ints", "<u4"),
+        ("num_floats", "<u4"),
+        ("duration_us", "<u4"),
+        ("pad", "<u4"),
+    ]
+)
+_ROW_RESULT = np.dtype(
+    [
+        ("slot", "<i4"),
+        ("epoch", "<u4"),
+        ("num_tokens", "<i4"),
+        ("num_draft_tokens", "<i4"),
+        ("draft_depth", "<i4"),
+        ("num_accepted_tokens", "<i4"),
+        ("num_draft_computed", "<i4"),
+        ("num_logprob_columns", "<i4"),
+        ("num_logprob_rows", "<i4"),
+        ("num_prompt_logprob_columns", "<i4"),
+        ("num_prompt_logprob_rows", "<i4"),
+        ("method", "<u1"),
+        ("pad", "V3"),
+    ]
+)
+
+
+def encode_result(result: StepResult) -> bytes:
+    """The result as header + records + one int32 pool + one float32 pool."""
+    rows = np.zeros(len(result.rows), dtype=_ROW_RESULT)
+    ints: list[Int32Array] = []
+    floats: list[Float32Array] = []
+    for i, row in enumerate(result.rows):
+        record = rows[i]
+        record["slot"] = row.slot
+        record["epoch"] = row.epoch
+        record["num_tokens"] = len(row.token_ids)
+        record["num_draft_tokens"] = row.num_draft_tokens
+        record["draft_depth"] = row.draft_depth
+        record["num_accepted_tokens"] = row.num_accepted_tokens
+        record["num_draft_computed"] = row.num_draft_computed
+        record["method"] = row.method
+        ints.append(np.asarray(row.token_ids, dtype=np.int32))
+        for prefix, logprobs in (("", row.logprobs), ("prompt_", row.prompt_logprobs)):
+            if logprobs is not None:
+                num_rows, num_columns = logprobs.token_ids.shape
+                record[f"num_{prefix}logprob_rows"] = num_rows
+                record[f"num_{prefix}logprob_columns"] = num_columns
+                ints.append(logprobs.token_ids.astype(np.int32).ravel())
+                floats.append(logprobs.values.astype(np.float32).ravel())
+    int_pool = concatenate_ints(ints)
+    float_pool = concatenate_floats(floats)
+    header = np.array(
+        (LAYOUT_VERSION, len(rows), result.step_id, len(int_pool), len(float_pool), result.duration_us, 0),
+        dtype=_RESULT_HEADER,
+    )
+    return b"".join(part.tobytes() for part in (header, rows, int_pool, float_pool))
+
+
+def decode_result(data: bytes | memoryview) -> StepResult:
+    """The inverse of encode_result. Raises LayoutError for another version or bytes that do not fit it."""
+    reader = RecordReader(data, _RESULT_HEADER)
+    header = reader.header
+    rows = reader.take(_ROW_RESULT, header["num_rows"])
+    reader.take_pools(header["num_ints"], header["num_floats"])
+    decoded = []
+    for record in rows:
+        token_ids = reader.ints(record["num_tokens"])
+        decoded.append(
+            RowResult(
+                slot=int(record["slot"]),
+                epoch=int(record["epoch"]),
+                token_ids=token_ids,
+                method=enum_value(SpeculationMethod, record["method"]),
+                num_draft_tokens=int(record["num_draft_tokens"]),
+                draft_depth=int(record["draft_depth"]),
+                num_accepted_tokens=int(record["num_accepted_tokens"]),
+                num_draft_computed=int(record["num_draft_computed"]),
+                logprobs=_logprobs(reader, record["num_logprob_rows"], record["num_logprob_columns"]),
+                prompt_logprobs=_logprobs(
+                    reader, record["num_prompt_logprob_rows"], record["num_prompt_logprob_columns"]
+                ),
+            )
+        )
+    reader.finish()
+    return StepResult(int(header["step_id"]), tuple(decoded), int(header["duration_us"]))
+
+
+def _logprobs(reader: RecordReader, num_rows: int, num_columns: int) -> Logprobs | None:
+    if num_columns == 0:
+        return None
+    if num_rows < 0 or num_columns < 0:
+        raise LayoutError(f"log-probabilities of {num_rows} rows and {num_columns} columns")
+    shape = (int(num_rows), int(num_columns))
+    size = shape[0] * shape[1]
+    return Logprobs(reader.ints(size).reshape(shape), reader.floats(size).reshape(shape))
