@@ -133,6 +133,7 @@ class FakeService(generation_pb2_grpc.GenerationServiceServicer, info_pb2_grpc.I
         self.live[request_id] = asyncio.Event()
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
+        completed = False
         try:
             for number, response in enumerate(self._responses(request, request_id)):
                 if failure and number == failure.after_events:
@@ -140,14 +141,15 @@ class FakeService(generation_pb2_grpc.GenerationServiceServicer, info_pb2_grpc.I
                 if number == self.script.hang_after:
                     await self.live[request_id].wait()
                     yield _aborted(request_id)
-                    return
+                    break
                 if self.script.step_seconds:
                     await asyncio.sleep(self.script.step_seconds)
                 yield response
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
+            completed = True
         finally:
+            # Not `except CancelledError`: a call cancelled while a message is written closes this generator.
+            if not completed:
+                self.cancelled.set()
             self.num_running -= 1
             del self.live[request_id]
 

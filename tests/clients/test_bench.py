@@ -11,7 +11,7 @@ import grpc
 import pytest
 from draftline.bench.measure import RequestRecord, percentile, run_figures
 from draftline.bench.report import report_object, summaries
-from draftline.bench.runner import run_bench, run_order
+from draftline.bench.runner import Observer, run_bench, run_order
 from draftline.bench.settings import BenchSettings
 from draftline.bench.trace import TraceRow, read_trace, trace_items
 from draftline.bench.workload import WorkloadError, poisson_arrivals, read_prompts
