@@ -1,11 +1,11 @@
-"""Who gets how many rows in the next step: continuous batching with chunked prefill and drafts under one budget.
+"""Who gets how many rows in the next step: continuous batching, chunked prefill and drafts in one budget.
 
 The budget max_batched_tokens counts every row of the step, draft rows too, and is spent in this order:
-1. one row for each decoding sequence: a stream that has begun never stalls behind someone's prompt. There are at
-   most as many slots as budget rows, so whoever prefills keeps at least one row per step as well;
+1. one row for each decoding sequence: a stream that has begun never stalls behind someone's prompt. There are
+   at most as many slots as budget rows, so whoever prefills keeps at least one row per step as well;
 2. prompts: first those that run already, then admissions;
-3. draft tokens, out of what is left. A draft row only may save a step and that for one sequence, a prompt row always
-   brings a waiting caller nearer to its first token; so drafts come last and cannot starve prefill.
+3. draft tokens, out of what is left. A draft row may save one sequence a step, a prompt row always brings a
+   waiting caller nearer to its first token; so drafts come last and cannot starve prefill.
 Pages follow the same order. Drafts give way before anybody is preempted.
 """
 
@@ -173,7 +173,7 @@ class BatchPlanner:
         num_query = min(missing, budget)
         grown = allocator.grow(sequence, sequence.num_computed + num_query + 1)
         assert grown, "checked above"
-        return PlannedRow(sequence, sequence.num_computed, num_query, samples=num_query == missing, admitted=True)
+        return PlannedRow(sequence, sequence.num_computed, num_query, num_query == missing, admitted=True)
 
     def _add_speculation(self, rows: list[PlannedRow]) -> None:
         """Decides on drafts row by row; each gets an even share of the rows that are left."""

@@ -29,7 +29,7 @@ class Counters:
     _speculation: dict[SpeculationMethod, _Speculation] = field(default_factory=dict)
 
     def record_delivery(self, step: Step, num_tokens: int) -> None:
-        """One sequence's part of a step: num_tokens delivered, of which step.num_accepted_tokens were drafted."""
+        """One sequence's part of a step: num_tokens delivered, step.num_accepted_tokens of them drafted."""
         self.num_generated_tokens += num_tokens
         if step.num_draft_tokens == 0:
             return

@@ -1,4 +1,4 @@
-"""Shapes what the scheduler tells frontends: tokens, log-probabilities, ends; one TokenEvents per frontend and step."""
+"""Shapes what frontends are told: tokens, log-probabilities, ends; one TokenEvents per frontend and step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Outbound:
 
 
 def token_logprobs(logprobs: Logprobs | None, num_tokens: int) -> tuple[TokenLogprobs, ...] | None:
-    """The first num_tokens rows of a record whose column 0 is the token itself, then alternatives, best first."""
+    """The first num_tokens rows of a record (column 0: the token itself; then alternatives, best first)."""
     if logprobs is None:
         return None
     return tuple(
@@ -41,7 +41,7 @@ def token_logprobs(logprobs: Logprobs | None, num_tokens: int) -> tuple[TokenLog
 
 
 def delivered_step(row: RowResult, num_kept: int) -> Step:
-    """What a step counts for when num_kept of its tokens are delivered: usage, statistics and metrics agree."""
+    """What a step counts for when num_kept of its tokens are delivered: usage and metrics agree."""
     if row.num_draft_tokens == 0:
         return Step(SpeculationMethod.DISABLED, 0, 0, 0)
     return Step(row.method, row.num_draft_tokens, row.draft_depth, min(row.num_accepted_tokens, num_kept))
@@ -74,6 +74,8 @@ def token_event(
         logprobs=logprobs,
         started=started,
         finished=None if end is None else _finished(sequence, end),
+        num_steps=sequence.num_steps,
+        num_preemptions=sequence.num_preemptions,
     )
 
 
@@ -84,6 +86,8 @@ def abort_event(sequence: Sequence) -> TokenEvent:
         index=sequence.index,
         token_ids=(),
         finished=_finished(sequence, End(FinishReason.ABORTED)),
+        num_steps=sequence.num_steps,
+        num_preemptions=sequence.num_preemptions,
     )
 
 

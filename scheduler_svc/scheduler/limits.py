@@ -18,8 +18,8 @@ class Limits:
 
     page_size: int
     num_pages: int
-    max_context_tokens: int  # prompt + generated; never more than the pool holds, so one sequence alone always fits
-    max_running_requests: int  # slots; at most max_batched_tokens, so every running sequence can get a row
+    max_context_tokens: int  # prompt + generated; at most what the pool holds: one sequence alone always fits
+    max_running_requests: int  # slots; at most max_batched_tokens: every running sequence can get a row
     max_queued_requests: int
     max_batched_tokens: int
     eos_token_ids: frozenset[int]
@@ -41,7 +41,7 @@ def resolve_limits(config: ServerConfig, hellos: Sequence[WorkerHello]) -> Limit
     if config.max_context_tokens:
         max_context = min(max_context, config.max_context_tokens)
     if max_context < 2:
-        raise StartupError(f"num_pages: a pool of {num_pages} pages of {config.page_size} tokens holds no request")
+        raise StartupError(f"num_pages: {num_pages} pages of {config.page_size} tokens hold no request")
     drafters = {SpeculationMethod(drafter.method): drafter for drafter in facts.drafters}
     loaded = [method for method in config.speculation if method in drafters]
     return Limits(

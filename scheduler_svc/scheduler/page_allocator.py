@@ -1,8 +1,8 @@
 """Moves pages between sequences, ledger and prefix cache; the only writer of a sequence's page list.
 
-A sequence's pages are `cache_nodes` (shared, complete, never written again) followed by private ones. Surplus pages
-go back whenever a result is applied: the ledger then says what sequences need, and no idle page keeps another
-sequence waiting. The worker may still list such pages; it writes only what a row's plan covers.
+A sequence's pages are `cache_nodes` (shared, complete, never written again) followed by private ones. Surplus
+pages go back whenever a result is applied: the ledger then says what sequences need, and no idle page keeps
+another sequence waiting. The worker may still list such pages; it writes only what a row's plan covers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from scheduler_svc.scheduler.request import Sequence
 class PageAllocator:
     """Pages for sequences out of one pool."""
 
-    def __init__(self, num_pages: int, page_size: int, max_context_tokens: int, use_prefix_cache: bool) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, max_context_tokens: int, use_prefix_cache: bool
+    ) -> None:
         self.ledger = PageLedger(num_pages)
         self.cache = PrefixCache(self.ledger)
         self.page_size = page_size
@@ -73,7 +75,7 @@ class PageAllocator:
         return (len(sequence.pages) + self.ledger.num_available) * self.page_size
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Makes the pages cover num_tokens, evicting cached ones; False (and no change) if too few can be had."""
+        """Makes the pages cover num_tokens, evicting cached ones; False (no change) if too few can be had."""
         missing = self.pages_for(num_tokens) - len(sequence.pages)
         if missing <= 0:
             return True
@@ -84,7 +86,7 @@ class PageAllocator:
         return True
 
     def trim(self, sequence: Sequence) -> None:
-        """Gives back pages behind the one that takes the next token; no step of the sequence may be in flight."""
+        """Gives back pages behind the one that takes the next token; none of its steps may be in flight."""
         keep = max(self.pages_for(sequence.num_computed + 1), len(sequence.cache_nodes))
         for page in sequence.pages[keep:]:
             self.ledger.give_back(page, None)
@@ -92,7 +94,7 @@ class PageAllocator:
         sequence.num_pages_sent = min(sequence.num_pages_sent, keep)
 
     def release(self, sequence: Sequence) -> None:
-        """Takes all pages of a sequence that ends or is preempted; a step in flight may still write private ones."""
+        """Takes all pages of a leaving sequence; a step in flight may still write private ones."""
         for page in sequence.pages[len(sequence.cache_nodes) :]:
             self.ledger.give_back(page, sequence.step_in_flight)
         self.cache.let_go(sequence.cache_nodes)
@@ -100,7 +102,7 @@ class PageAllocator:
         sequence.cache_nodes = []
 
     def publish(self, sequence: Sequence) -> None:
-        """Enters the pages that retired steps completed into the prefix cache, so that others can hit them at once.
+        """Enters pages that retired steps completed into the prefix cache, so that others hit them at once.
 
         Only accepted tokens count: num_computed never covers rejected draft rows.
         """
@@ -126,7 +128,7 @@ class PageAllocator:
             sequence.num_pages_sent = min(sequence.num_pages_sent, index)
             self.ledger.give_back(page, None)
         elif has_draft_kv and self.ledger.references(node.page) == 0:
-            # Swapping would lose draft KV that the worker counts on; nobody holds the other copy, so ours is better.
+            # Sharing would lose draft KV that the worker counts on; nobody holds the other copy: keep ours.
             self.cache.replace_page(node, page, has_draft_kv)
         else:
             sequence.leaves_cache_alone = True
@@ -134,7 +136,7 @@ class PageAllocator:
         sequence.cache_nodes.append(node)
 
     def _mark_draft_kv(self, sequence: Sequence) -> None:
-        """The drafter may have caught up on shared pages that lacked its KV (the values depend on tokens alone)."""
+        """The drafter may have caught up on shared pages that lacked its KV."""
         end = min(sequence.num_draft_computed // self.page_size, len(sequence.cache_nodes))
         for node in sequence.cache_nodes[sequence.num_pages_marked : end]:
             node.has_draft_kv = True

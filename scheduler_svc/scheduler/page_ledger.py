@@ -1,4 +1,4 @@
-"""The one account of KV pages (target and draft share them): who may write where; free + owned + cached + quarantined."""
+"""The one account of KV pages, which target and draft share: who holds which, and when it is free again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class PageLedger:
     """Every page is in exactly one state:
 
     free         nobody's; may be handed out
-    owned        referenced by one or more running sequences (more than one only for pages of the prefix cache)
-    cached       in the prefix cache and referenced by nobody: evictable
-    quarantined  referenced by nobody, but a step in flight may still write it; free once that step has retired
+    owned        held by running sequences; by more than one only if it is a page of the prefix cache
+    cached       in the prefix cache and held by nobody: evictable
+    quarantined  held by nobody, but a step in flight may still write it; free once that step has retired
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -24,7 +24,7 @@ class PageLedger:
         self._free = list(range(num_pages - 1, -1, -1))  # last in, first out: recently used memory is warm
         self._references = [0] * num_pages
         self._in_cache = [False] * num_pages
-        self._quarantine: deque[tuple[int, int]] = deque()  # (last step that may write it, page), steps not sorted
+        self._quarantine: deque[tuple[int, int]] = deque()  # (last step that may write the page, page)
         self._retired_step = 0
         self._num_owned = 0
         self._num_cached = 0
@@ -139,7 +139,8 @@ class PageLedger:
             raise LedgerError(f"{self.num_pages - len(state)} pages are in no state")
         counts = Counter(state.values())
         if (self._num_owned, self._num_cached) != (counts["owned"], counts["cached"]):
-            raise LedgerError(f"counted {dict(counts)}, kept owned {self._num_owned} cached {self._num_cached}")
+            kept = f"owned {self._num_owned}, cached {self._num_cached}"
+            raise LedgerError(f"counted {dict(counts)}, kept {kept}")
         for page in range(self.num_pages):
             if self._references[page] != held[page]:
                 raise LedgerError(f"page {page}: {held[page]} holders, {self._references[page]} references")

@@ -1,4 +1,4 @@
-"""Which full pages of tokens are computed already: a radix tree over pages, per cache_salt, with LRU eviction."""
+"""Which full pages of tokens are computed already: a radix tree over pages, per salt, with LRU eviction."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class CacheNode:
 
 
 class PrefixCache:
-    """Pages enter when the step that completed them has retired, so a hit never reads what is still being written.
+    """Pages enter when the step that completed them has retired: a hit never reads what is being written.
 
-    A sequence that holds a node holds all of its ancestors. So the references of a path never grow downwards, and
-    whatever nobody holds can be evicted leaf by leaf.
+    A sequence that holds a node holds all of its ancestors. So the references of a path never grow downwards,
+    and whatever nobody holds can be evicted leaf by leaf.
     """
 
     def __init__(self, ledger: PageLedger) -> None:
@@ -53,7 +53,7 @@ class PrefixCache:
         self._ledger.share(node.page)
 
     def let_go(self, nodes: list[CacheNode]) -> None:
-        """A sequence releases its whole path, root first in `nodes`; unheld nodes become the most recently used."""
+        """A sequence releases its path, root first in `nodes`; what nobody holds becomes the latest used."""
         self._clock += 1
         for node in nodes:
             self._ledger.give_back(node.page, None)
@@ -61,7 +61,9 @@ class PrefixCache:
         if nodes:
             self._offer(nodes[-1])
 
-    def insert(self, salt: str, parent: CacheNode | None, key: bytes, page: int, has_draft_kv: bool) -> CacheNode:
+    def insert(
+        self, salt: str, parent: CacheNode | None, key: bytes, page: int, has_draft_kv: bool
+    ) -> CacheNode:
         """Adds a complete page that its sequence holds; there must be no node for this key yet."""
         node = CacheNode(salt, key, page, parent, has_draft_kv, last_used=self._clock)
         siblings = self._children(salt, parent)
@@ -105,9 +107,9 @@ class PrefixCache:
             raise LedgerError(f"{len(nodes)} nodes in the tree, counted {self._num_nodes}")
         offered = {id(node) for last_used, _, node in self._evictable if node.last_used == last_used}
         for node in nodes:
-            parent = node.parent
-            if parent is not None and self._ledger.references(parent.page) < self._ledger.references(node.page):
-                raise LedgerError(f"page {node.page} is held, its ancestor {parent.page} less")
+            references, parent = self._ledger.references(node.page), node.parent
+            if parent is not None and self._ledger.references(parent.page) < references:
+                raise LedgerError(f"page {node.page} is held more often than its ancestor {parent.page}")
             if self._is_evictable(node) and id(node) not in offered:
                 raise LedgerError(f"page {node.page} can be evicted, but would never be found")
 

@@ -1,4 +1,4 @@
-"""The scheduler's memory of one call: a Request and its sequences (one per sample), built once at its arrival."""
+"""The scheduler's memory of one call: a Request and its sequences, one per sample, built at its arrival."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Sequence:
     slot: int = -1
     epoch: int = 0
     pages: list[int] = field(default_factory=list)
-    cache_nodes: list[CacheNode] = field(default_factory=list)  # pages[i] is cache_nodes[i].page for the leading ones
+    cache_nodes: list[CacheNode] = field(default_factory=list)  # of the leading pages
     leaves_cache_alone: bool = False  # its next full page exists in the cache, in a form it cannot share
     num_pages_marked: int = 0  # leading cache_nodes whose draft KV is known to be valid
     num_pages_sent: int = 0  # leading pages that the worker knows
@@ -118,7 +118,7 @@ class Sequence:
         while len(self.page_keys) <= index:
             start = len(self.page_keys) * page_size
             page = self.tokens[start : start + page_size]
-            assert len(page) == page_size, f"page {len(self.page_keys)} of {len(self.tokens)} tokens is not full"
+            assert len(page) == page_size, "only full pages have a key"
             self.page_keys.append(array("i", page).tobytes())
         return self.page_keys[index]
 

@@ -1,7 +1,7 @@
-"""Decides everything between a Submit and its last token: plans steps, applies their results. No I/O, no clock.
+"""Everything between a Submit and its last token: plans steps, applies their results. No I/O, no clock.
 
-Its caller (process.py) brings messages, results and the time, and carries what comes back. Per step: `expire`,
-`schedule` (the plan goes to the workers), then `apply` of the result (events go to frontends).
+Its caller (process.py) brings messages, results and the time, and carries what comes back. Per step:
+`expire`, `schedule` (the plan goes to the workers), then `apply` of the result (events go to frontends).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RETRY_AFTER_SECONDS = 1.0
 
 
 class ResultError(Exception):
-    """A result that does not answer the oldest step in flight row by row: the worker cannot be trusted any more."""
+    """A result that does not answer the oldest step in flight: the worker cannot be trusted any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Scheduler:
         self._step_id = 0
         self._in_flight: list[_StepInFlight] = []  # oldest first
 
-    # --- what frontends ask for --------------------------------------------------------------------------------
+    # --- what frontends ask for ---
 
     def submit(self, frontend: bytes, submit: Submit) -> list[Outbound]:
         """Queues a request, or answers Rejected with the reason."""
@@ -110,9 +110,8 @@ class Scheduler:
         method = submit.speculation.method
         if method is not None and method not in (SpeculationMethod.DISABLED, *limits.drafters):
             loaded = ", ".join(loaded.label for loaded in limits.drafters) or "none"
-            return refuse(
-                ErrorReason.PRECONDITION, f"speculation.method: {method.label} is not loaded; loaded: {loaded}"
-            )
+            message = f"speculation.method: {method.label} is not loaded; loaded: {loaded}"
+            return refuse(ErrorReason.PRECONDITION, message)
         # Requests that the next plan can start do not count as queued.
         starting = 0 if self._planner.short_of_pages else self._slots.num_free
         if self._queue.num_requests >= limits.max_queued_requests + starting:
@@ -132,6 +131,12 @@ class Scheduler:
             if cancel.index is None or cancel.index == sequence.index:
                 self._end(sequence)
 
+    def forget_frontend(self, frontend: bytes) -> None:
+        """Ends all requests of a frontend that is gone."""
+        for request in list(self._requests.values()):
+            if request.frontend == frontend:
+                self._end_all(request)
+
     def abort(self, frontend: bytes, abort: Abort) -> list[Outbound]:
         """Ends requests of any frontend with ABORTED and answers the caller."""
         found = [self._requests[name] for name in dict.fromkeys(abort.request_ids) if name in self._requests]
@@ -148,10 +153,11 @@ class Scheduler:
         for request in requests:
             self._end_all(request)
         return [
-            Outbound(r.frontend, Rejected(r.request_id, reason, message, _RETRY_AFTER_SECONDS)) for r in requests
+            Outbound(request.frontend, Rejected(request.request_id, reason, message, _RETRY_AFTER_SECONDS))
+            for request in requests
         ]
 
-    # --- time --------------------------------------------------------------------------------------------------
+    # --- time ---
 
     def expire(self, now: float) -> list[Outbound]:
         """Ends requests whose deadline has passed; call it before schedule, so that none reaches a worker.
@@ -174,7 +180,7 @@ class Scheduler:
         """When expire has something to do next, at the earliest."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    # --- steps -------------------------------------------------------------------------------------------------
+    # --- steps ---
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None if enough steps are in flight or nobody has anything to do."""
@@ -258,14 +264,12 @@ class Scheduler:
         return per_frontend(events)
 
     def _apply_row(self, sequence: Sequence, planned: RowPlan, row: RowResult) -> TokenEvent | None:
-        num_new = len(row.token_ids)
-        if num_new != (row.num_accepted_tokens + 1 if planned.samples else 0) or (
-            row.num_accepted_tokens > row.num_draft_tokens or row.num_draft_tokens > planned.num_draft_tokens
-        ):
-            raise ResultError(
-                f"slot {row.slot}: {num_new} tokens, {row.num_accepted_tokens} of {row.num_draft_tokens} drafts "
-                f"accepted, {planned.num_draft_tokens} allowed, samples {planned.samples}"
-            )
+        num_expected = row.num_accepted_tokens + 1 if planned.samples else 0
+        if len(row.token_ids) != num_expected:
+            raise ResultError(f"slot {row.slot}: {len(row.token_ids)} tokens, expected {num_expected}")
+        if not row.num_accepted_tokens <= row.num_draft_tokens <= planned.num_draft_tokens:
+            counts = (row.num_accepted_tokens, row.num_draft_tokens, planned.num_draft_tokens)
+            raise ResultError(f"slot {row.slot}: accepted, proposed, allowed drafts are {counts}")
         sequence.step_in_flight = None
         sequence.num_steps += 1
         if not sequence.started_sent and row.prompt_logprobs is not None:
@@ -290,10 +294,10 @@ class Scheduler:
             self._end(sequence)
         return event
 
-    # --- ends --------------------------------------------------------------------------------------------------
+    # --- ends ---
 
     def _end(self, sequence: Sequence) -> None:
-        """Takes everything from a live sequence; a step in flight may still write its pages (see PageLedger)."""
+        """Takes everything from a live sequence; a step in flight may still write its pages."""
         if sequence.state is SequenceState.RUNNING:
             self._allocator.release(sequence)
             self._slots.vacate(sequence)
@@ -315,7 +319,7 @@ class Scheduler:
                 events.append((request.frontend, abort_event(sequence)))
         return per_frontend(events)
 
-    # --- for observers -----------------------------------------------------------------------------------------
+    # --- for observers ---
 
     @property
     def num_live_requests(self) -> int:
@@ -362,6 +366,6 @@ class Scheduler:
 
 
 def _without_delivered_prompt_logprobs(sequence: Sequence) -> SamplingRecord:
-    """After a preemption nobody needs the prompt's log-probabilities a second time, and hits may skip its rows."""
+    """After a preemption nobody needs the prompt's log-probabilities again, and hits may skip its rows."""
     sampling = sequence.sampling
     return replace(sampling, num_prompt_logprobs=-1) if sequence.started_sent else sampling

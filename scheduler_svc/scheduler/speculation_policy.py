@@ -14,8 +14,8 @@ from shared_mem.enums import SpeculationMethod
 class SpeculationFacts:
     """What a decision may look at: one sequence that is about to get a row.
 
-    The last three bound what one step can take: tokens still to generate, rows left in the step's budget for this
-    sequence, tokens that its pages could cover.
+    The last three bound what one step can take: tokens still to generate, rows left in the step's budget for
+    this sequence, tokens that its pages could cover.
     """
 
     method: SpeculationMethod  # the caller's wish or the server's default
@@ -29,8 +29,11 @@ class SpeculationFacts:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationDecision:
-    """`method` names the drafter that follows the sequence in this step (its KV is kept complete) even if it may
-    propose nothing now (num_draft_tokens 0); DISABLED: no drafter needs to look at the row."""
+    """What one row may do.
+
+    `method` names the drafter that follows the sequence in this step, so that its KV stays complete, even if
+    it may propose nothing now (num_draft_tokens 0). DISABLED: no drafter needs to look at the row.
+    """
 
     method: SpeculationMethod
     num_draft_tokens: int
@@ -40,7 +43,7 @@ NO_SPECULATION = SpeculationDecision(SpeculationMethod.DISABLED, 0)
 
 
 class SpeculationPolicy(Protocol):
-    """Chooses for each sequence and step. Implementations may learn from results, but never draft more than fits."""
+    """Chooses for each sequence and step; never more than fits."""
 
     def decide(self, facts: SpeculationFacts) -> SpeculationDecision:
         """The method and the most draft tokens (tree nodes) for one row."""
@@ -71,6 +74,7 @@ class FixedSpeculation:
         useful = facts.num_remaining_tokens - 1
         if useful <= 0:
             return NO_SPECULATION
-        # A decoding row computes token num_tokens - 1; its pages cover one token more than the drafts behind it.
+        # A decoding row computes token num_tokens - 1; its pages cover one token more than the drafts behind
+        # it.
         covered = facts.num_coverable_tokens - facts.num_tokens - 1
         return SpeculationDecision(facts.method, max(0, min(wished, useful, facts.num_budget_rows, covered)))

@@ -29,7 +29,7 @@ class End:
 
 
 def find_end(rules: EndRules, num_generated: int, new_tokens: Sequence[int]) -> tuple[int, End | None]:
-    """How many of new_tokens belong to the sequence, which had num_generated tokens before, and whether it ended.
+    """How many of new_tokens a sequence with num_generated tokens keeps, and how it ended, if it did.
 
     Token by token: EOS, then stop ids, then the limits; so a stop id that also reaches max_tokens is a STOP.
     The ending token itself is kept, everything behind it is cut. EOS and stop ids count only once min_tokens

@@ -1,4 +1,4 @@
-"""Scheduler and simulated worker in one loop, with every event collected and checked; shared by this folder's tests."""
+"""Scheduler and simulated worker in one loop; every event is collected and checked."""
 
 from __future__ import annotations
 
@@ -120,7 +120,9 @@ class Harness:
         self.rejected: dict[str, Rejected] = {}
         self.aborted: list[str] = []
         self.plans: list[StepPlan] = []
-        self._in_flight: deque[tuple[StepPlan, frozenset[int], dict[tuple[int, int], frozenset[int]]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, frozenset[int], dict[tuple[int, int], frozenset[int]]]] = (
+            deque()
+        )
 
     def submit(self, submit: Submit) -> None:
         self.take(self.scheduler.submit(FRONTEND, submit))
@@ -145,7 +147,9 @@ class Harness:
             owner = next((row.slot, row.epoch) for row in plan.rows if row.slot == update.slot)
             for _, _, writable in self._in_flight:
                 for other, pages in writable.items():
-                    assert other == owner or not pages & set(update.page_ids.tolist()), "page is still written"
+                    assert other == owner or not pages & set(update.page_ids.tolist()), (
+                        "page is still written"
+                    )
         cache_pages = frozenset(self.scheduler._allocator.cache.pages())
         writable = {
             (sequence.slot, sequence.epoch): frozenset(sequence.pages[len(sequence.cache_nodes) :])

@@ -1,8 +1,8 @@
-"""A worker without a model: checks that every plan is legal and answers with tokens that only the prefix decides.
+"""A worker without a model: checks that plans are legal, answers with tokens that only the prefix decides.
 
-"KV" of a token is a hash of the prefix that ends with it, so a page that holds something else than it should is
-found at the next step that reads it. The "model's" next token is a hash of prefix and seed: whatever is batched,
-drafted, preempted or shared, a request's text must be `model_text`.
+"KV" of a token is a hash of the prefix that ends with it, so a page that holds something else than it should
+is found at the next step that reads it. The "model's" next token is a hash of prefix and seed: whatever is
+batched, drafted, preempted or shared, a request's text must be `model_text`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Slot:
 
 
 class SimulatedWorker:
-    """Executes plans one after the other. `acceptance` 0..1: how many of the drafts fit; tree_width 1: chains."""
+    """Executes plans in order. `acceptance` 0..1: how many drafts fit; tree_width 1: chains."""
 
     def __init__(self, limits: Limits, seed: int = 0, acceptance: float = 0.6, tree_width: int = 1) -> None:
         self._limits = limits
@@ -169,7 +169,9 @@ class SimulatedWorker:
         """The draft model consumes all known tokens, also those on shared pages that lack its KV."""
         if row.method is not SpeculationMethod.DRAFT_MODEL:
             return
-        end = min(slot.num_computed + row.samples, self._limits.drafters[row.method].max_context_tokens or 1 << 30)
+        end = min(
+            slot.num_computed + row.samples, self._limits.drafters[row.method].max_context_tokens or 1 << 30
+        )
         for position in range(slot.num_draft_computed, end):
             page = slot.pages[position // self._limits.page_size]
             for holder in self._holders(page):

@@ -1,4 +1,4 @@
-"""A thousand random requests on a pool that is too small: pages add up after every step, texts never change."""
+"""A thousand random requests on too few pages: the ledger adds up after every step, texts never change."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def test_random_requests_on_a_small_pool(
     rng = random.Random(num_requests * 31 + num_pages)
     harness = Harness(limits, max_steps_in_flight, seed=5, tree_width=tree_width)
     scheduler = harness.scheduler
-    prefixes = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(length)) for length in (0, 3, 8, 9, 16, 21, 30)]
+    prefixes = [
+        tuple(rng.randrange(VOCAB_SIZE) for _ in range(length)) for length in (0, 3, 8, 9, 16, 21, 30)
+    ]
     submits: dict[str, Submit] = {}
     cut_short: set[str] = set()
     while len(submits) < num_requests or scheduler.num_live_requests:
@@ -106,7 +108,9 @@ def test_random_requests_on_a_small_pool(
                 else:
                     act(victim)
         if harness.num_in_flight >= max_steps_in_flight or rng.random() < 0.5:
-            while harness.num_in_flight and (rng.random() < 0.7 or harness.num_in_flight >= max_steps_in_flight):
+            while harness.num_in_flight and (
+                rng.random() < 0.7 or harness.num_in_flight >= max_steps_in_flight
+            ):
                 harness.deliver()
     while harness.num_in_flight:
         harness.deliver()
@@ -120,7 +124,9 @@ def test_random_requests_on_a_small_pool(
         for index in range(len(submit.seeds)):
             output = harness.outputs.get((submit.request_id, index))
             if output is None:
-                assert submit.request_id in harness.rejected or submit.request_id in cut_short or submit.deadline
+                assert (
+                    submit.request_id in harness.rejected or submit.request_id in cut_short or submit.deadline
+                )
                 continue
             text, reason = expected(submit, index, limits.max_context_tokens)
             assert output.tokens == text[: len(output.tokens)]

@@ -1,0 +1,208 @@
+"""The scheduler's side of all ranks: handshake, plans out, results back, heartbeats.
+
+Each rank says WorkerHello once it has loaded. When all are there, the rings are made and every rank gets
+Welcome; when all have answered WorkerAttached, the group is ready.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import structlog
+import zmq
+
+from scheduler_svc.config import ServerConfig
+from scheduler_svc.errors import StartupError
+from scheduler_svc.messages import Worker
+from shared_mem import control
+from shared_mem.channel import ChannelReader, ChannelWriter
+from shared_mem.doorbell import doorbell_address
+from shared_mem.errors import SharedMemoryError
+from shared_mem.heartbeat import HeartbeatReader
+from shared_mem.records import LAYOUT_VERSION, LayoutError, StepPlan, StepResult, decode_result, encode_plan
+from shared_mem.segment import segment_name
+
+_RING_BYTES = 4 << 20  # far more than a step needs; a longer message travels in several frames
+_SEND_SECONDS = 5.0
+_HEARTBEAT_SECONDS = 5.0  # a rank that is silent for longer is lost
+_RECHECK_SECONDS = 1.0  # ... unless it only just woke up together with us (both were stopped, or starved)
+
+log = structlog.get_logger()
+
+
+class WorkerLostError(Exception):
+    """A rank died, hangs or breaks the protocol; the group has to be started again."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    identity: bytes
+    hello: control.WorkerHello
+    attached: bool = False
+
+
+class WorkerGroup:
+    """All ranks of one model. Use from one thread."""
+
+    def __init__(self, config: ServerConfig, address: str, instance: str, context: zmq.Context[Any]) -> None:
+        self._config = config
+        self._instance = instance
+        self._context = context
+        self._ranks: dict[int, _Rank] = {}
+        self._plans: ChannelWriter | None = None
+        self._heartbeat: HeartbeatReader | None = None
+        self._silent_since: float | None = None
+        name = segment_name(instance, "results")
+        try:
+            self._results = ChannelReader.create(name, _RING_BYTES, doorbell_address(name), context)
+        except SharedMemoryError as error:
+            raise StartupError(str(error)) from error
+        self.control_socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.control_socket.setsockopt(zmq.LINGER, 1000)
+        try:
+            self.control_socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise StartupError(f"control socket {address}: {error}") from error
+
+    @property
+    def result_socket(self) -> zmq.Socket[bytes]:
+        """Readable when results may have come."""
+        return self._results.socket
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every rank has attached and plans may go out."""
+        return self._plans is not None and all(rank.attached for rank in self._ranks.values())
+
+    @property
+    def hellos(self) -> list[control.WorkerHello]:
+        """What the ranks said of themselves, leader first."""
+        return [self._ranks[rank].hello for rank in sorted(self._ranks)]
+
+    def workers(self) -> tuple[Worker, ...]:
+        """The ranks for ServerReply."""
+        ages = self._heartbeat.ages() if self._heartbeat is not None else []
+        return tuple(
+            Worker(hello.rank, hello.device, hello.pid, ages[hello.rank] if ages else 0.0)
+            for hello in self.hellos
+        )
+
+    def receive_control(self) -> None:
+        """Handles all control messages that have come.
+
+        Raises WorkerLostError when a rank gives up, StartupError when the rings cannot be made.
+        """
+        while self.control_socket.poll(0):
+            identity, data = self.control_socket.recv_multipart()[:2]
+            try:
+                message = control.decode_worker_message(data)
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                log.error("bad_worker_message", error=str(error))
+                continue
+            if isinstance(message, control.WorkerFailed):
+                raise WorkerLostError(f"worker {message.rank}: {message.message}")
+            if isinstance(message, control.WorkerHello):
+                self._greet(identity, message)
+            elif message.rank in self._ranks:
+                self._ranks[message.rank].attached = True
+
+    def send(self, plan: StepPlan) -> None:
+        """Hands a plan to every rank. Raises WorkerLostError when one does not take it."""
+        assert self._plans is not None, "plans go out when the group is ready"
+        try:
+            self._plans.send(encode_plan(plan), _SEND_SECONDS)
+        except SharedMemoryError as error:
+            raise WorkerLostError(str(error)) from error
+
+    def receive_results(self) -> list[StepResult]:
+        """All results that have come. Raises WorkerLostError for bytes that are none."""
+        try:
+            return [decode_result(data) for data in self._results.drain()]
+        except (SharedMemoryError, LayoutError) as error:
+            raise WorkerLostError(str(error)) from error
+
+    def check_heartbeats(self) -> None:
+        """Raises WorkerLostError when a rank has been silent for too long, twice in a row."""
+        if self._heartbeat is None:
+            return
+        ages = self._heartbeat.ages()
+        rank = max(range(len(ages)), key=ages.__getitem__)
+        now = time.monotonic()
+        if ages[rank] <= _HEARTBEAT_SECONDS:
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = now
+        elif now - self._silent_since >= _RECHECK_SECONDS:
+            silence = "ever" if math.isinf(ages[rank]) else f"for {ages[rank]:.1f} s"
+            raise WorkerLostError(f"worker {rank}: no heartbeat {silence}")
+
+    def shut_down(self) -> None:
+        """Tells every rank to finish its step and exit."""
+        for rank in self._ranks.values():
+            self._answer(rank.identity, control.Shutdown())
+
+    def close(self) -> None:
+        """Removes rings and sockets; ranks that still have them mapped are not disturbed."""
+        self._results.close()
+        if self._plans is not None:
+            self._plans.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        self.control_socket.close()
+
+    def _greet(self, identity: bytes, hello: control.WorkerHello) -> None:
+        problem = self._misfit(hello)
+        if problem:
+            log.error("worker_refused", rank=hello.rank, problem=problem)
+            self._answer(identity, control.Refused(problem))
+            return
+        self._ranks[hello.rank] = _Rank(identity, hello)
+        log.info("worker_loaded", rank=hello.rank, world_size=hello.world_size, num_pages=hello.num_pages)
+        if len(self._ranks) == hello.world_size:
+            self._welcome(hello.world_size)
+
+    def _misfit(self, hello: control.WorkerHello) -> str:
+        if hello.layout_version != LAYOUT_VERSION:
+            return f"layout version {hello.layout_version}, this scheduler speaks {LAYOUT_VERSION}"
+        if hello.page_size != self._config.page_size:
+            return f"page_size {hello.page_size}, this scheduler has {self._config.page_size}"
+        if not 0 <= hello.rank < hello.world_size:
+            return f"rank {hello.rank} of a world of {hello.world_size}"
+        if self._plans is not None:
+            return "the group is complete"
+        for other in self._ranks.values():
+            if other.hello.world_size != hello.world_size:
+                return f"world size {hello.world_size}, rank {other.hello.rank} has {other.hello.world_size}"
+        return ""
+
+    def _welcome(self, world_size: int) -> None:
+        plan_ring = segment_name(self._instance, "plans")
+        try:
+            self._plans = ChannelWriter.create(
+                plan_ring, _RING_BYTES, world_size, doorbell_address(plan_ring), self._context
+            )
+            self._heartbeat = HeartbeatReader.create(segment_name(self._instance, "heartbeat"), world_size)
+        except SharedMemoryError as error:
+            raise StartupError(str(error)) from error
+        welcome = control.Welcome(
+            plan_ring=plan_ring,
+            result_ring=self._results.name,
+            heartbeat=self._heartbeat.name,
+            plan_doorbell=doorbell_address(plan_ring),
+            result_doorbell=doorbell_address(self._results.name),
+        )
+        for rank in self._ranks.values():
+            self._answer(rank.identity, welcome)
+
+    def refuse_all(self, message: str) -> None:
+        """Sends every waiting rank away: the scheduler cannot start."""
+        for rank in self._ranks.values():
+            self._answer(rank.identity, control.Refused(message))
+
+    def _answer(self, identity: bytes, message: control.SchedulerMessage) -> None:
+        self.control_socket.send_multipart([identity, control.encode(message)])
