@@ -1,4 +1,4 @@
-"""The attention half of a decoder layer: projections, rotation, write into paged KV, the backend's attention."""
+"""The attention half of a decoder layer: projections, rotation, write into paged KV, attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Attention:
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
     ) -> None:
-        """qkv_proj: [(Hq + 2 * Hkv) * D, h], rows of q, k, v in this order; q_norm and k_norm act per head."""
+        """qkv_proj: [(Hq + 2 * Hkv) * D, h], rows of q, k, v in this order; q_norm, k_norm act per head."""
         self.layer = layer
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj

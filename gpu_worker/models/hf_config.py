@@ -160,12 +160,14 @@ class _HFConfigParser:
         return tuple(dict.fromkeys(ids))
 
     def _sampling_defaults(self) -> SamplingDefaults:
-        found = {}
-        for field in SamplingDefaults.__struct_fields__:
-            value = self._generation.get(field)
-            if value is not None:
-                found[field] = int(value) if field == "top_k" else float(value)
-        return SamplingDefaults(**found)
+        neutral, found = SamplingDefaults(), self._generation
+        return SamplingDefaults(
+            temperature=self._number(found, "temperature", neutral.temperature),
+            top_k=int(self._number(found, "top_k", neutral.top_k)),
+            top_p=self._number(found, "top_p", neutral.top_p),
+            min_p=self._number(found, "min_p", neutral.min_p),
+            repetition_penalty=self._number(found, "repetition_penalty", neutral.repetition_penalty),
+        )
 
     def _count(self, key: str, default: int | None = None) -> int:
         value = self._config.get(key)

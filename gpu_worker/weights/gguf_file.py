@@ -56,7 +56,7 @@ class GGUFFile:
         self.metadata: dict[str, Any] = {}
         self._spans: dict[str, tuple[int, int]] = {}
         try:
-            header = _HeaderReader(memoryview(self._data), path)
+            header = _HeaderReader(self._data.data, path)
             num_tensors, num_values = header.start()
             for _ in range(num_values):
                 key = header.string()

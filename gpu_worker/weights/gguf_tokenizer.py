@@ -57,7 +57,7 @@ _PRE_TOKENIZERS: dict[str, Json] = {
     "tekken": _split(_TEKKEN_SPLIT),
 }
 _NFC = ("qwen2", "deepseek-r1-qwen")  # their tokenizer.json normalises text
-# Of these a piece that is a token is taken whole, without merges; and text starts with BOS unless the file says no.
+# A piece that is a token is taken whole, without merges; text starts with BOS unless the file says no.
 _LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
 # What of the metadata shapes the exported files: the key of their cache.

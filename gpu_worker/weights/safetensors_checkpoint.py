@@ -37,7 +37,7 @@ class SafetensorsCheckpoint:
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{path}: cannot be read as safetensors: {error}") from error
             self._files[path] = file
-            self._where.update(dict.fromkeys(file.keys(), path))
+            self._where.update(dict.fromkeys(file.keys(), path))  # type: ignore[no-untyped-call]
 
     def has(self, name: str) -> bool:
         return name in self._where
