@@ -57,11 +57,19 @@ class _Slot:
 class SimulatedWorker:
     """Executes plans in order. `acceptance` 0..1: how many drafts fit; tree_width 1: chains."""
 
-    def __init__(self, limits: Limits, seed: int = 0, acceptance: float = 0.6, tree_width: int = 1) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        seed: int = 0,
+        acceptance: float = 0.6,
+        tree_width: int = 1,
+        proposes_all: bool = False,
+    ) -> None:
         self._limits = limits
         self._random = random.Random(seed)
         self._acceptance = acceptance
         self._tree_width = tree_width
+        self._proposes_all = proposes_all  # else any number of drafts up to what the row allows
         self._kv = [[-1] * limits.page_size for _ in range(limits.num_pages)]
         self._draft_kv = [[-1] * limits.page_size for _ in range(limits.num_pages)]
         self.slots: dict[int, _Slot] = {}
@@ -155,7 +163,8 @@ class SimulatedWorker:
 
     def _draft(self, slot: _Slot, row: RowPlan, cache_pages: frozenset[int]) -> tuple[int, int, int]:
         """(nodes, depth, accepted) of a random proposal, whose KV is written behind the root."""
-        num_nodes = self._random.randint(0, row.num_draft_tokens)
+        fewest = row.num_draft_tokens if self._proposes_all else 0
+        num_nodes = self._random.randint(fewest, row.num_draft_tokens)
         depth = min(num_nodes, -(-num_nodes // self._tree_width))
         accepted = 0
         while accepted < depth and self._random.random() < self._acceptance:
