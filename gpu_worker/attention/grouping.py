@@ -30,8 +30,9 @@ class KeyBlock:
 class FewRows:
     """G requests of Q rows each, padded on the left by repeating a request's first row.
 
-    One block: a softmax over its keys. Two: the shared prefix of a tree and the tree's own rows, whose results
-    are merged. Padding is always finite and the request's own; a padding row may see nothing and is dropped.
+    One block: a softmax over its keys. Two: the shared prefix of a tree and the tree's own rows, whose
+    results are merged. Padding is always finite and the request's own; a padding row may see nothing and is
+    dropped.
     """
 
     rows: npt.NDArray[np.int64]  # [G, Q] rows of the batch

@@ -1,0 +1,1 @@
+"""From the target's logits to accepted tokens: laws, counter-based noise, acceptance rules, logprobs."""

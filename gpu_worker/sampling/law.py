@@ -1,0 +1,57 @@
+"""The law p of the next token, as acceptance rules see it: few candidates or the whole vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gpu_worker.sampling.random import keyed_gumbel
+
+
+@dataclass(frozen=True)
+class Law:
+    """n laws over K candidates each; what is drawn from one does not depend on their order."""
+
+    log_weights: torch.Tensor  # [n, K] float32, log p up to a constant per row; -inf: removed
+    token_ids: torch.Tensor | None  # [n, K] int64 distinct per row; None: column c is token c
+
+    def select(self, rows: torch.Tensor) -> Law:
+        """The laws of `rows` [m] int64."""
+        ids = None if self.token_ids is None else self.token_ids[rows]
+        return Law(self.log_weights[rows], ids)
+
+    def draw(self, keys: torch.Tensor) -> torch.Tensor:
+        """[n] int64: one token per row, argmax of log p + Gumbel noise under keys [n] int64.
+
+        Noise is computed for candidates only: what truncation removed costs nothing.
+        """
+        ids = self.log_weights.shape[1] if self.token_ids is None else self.token_ids
+        return self.tokens_at((self.log_weights + keyed_gumbel(keys, ids)).argmax(dim=-1))
+
+    def probabilities(self) -> torch.Tensor:
+        """[n, K] float32, rows sum to 1; computed in float64, so that K does not change a value."""
+        return torch.softmax(self.log_weights.to(torch.float64), dim=-1).to(torch.float32)
+
+    def tokens_at(self, columns: torch.Tensor) -> torch.Tensor:
+        """[n] token ids of one column [n] per row."""
+        if self.token_ids is None:
+            return columns
+        return self.token_ids.gather(1, columns[:, None])[:, 0]
+
+    def matches(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[n, K] bool (or [1, K] rows): where the candidate is tokens[n]."""
+        if self.token_ids is None:
+            columns = torch.arange(self.log_weights.shape[1], device=tokens.device)
+            return columns[None, :] == tokens[:, None]
+        return self.token_ids == tokens[:, None]
+
+    def at_candidates(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, K]: values [n, V] at each row's candidates."""
+        return values if self.token_ids is None else values.gather(1, self.token_ids)
+
+    def scatter(self, values: torch.Tensor, width: int) -> torch.Tensor:
+        """[n, width]: values [n, K] at their token ids, zero elsewhere."""
+        if self.token_ids is None:
+            return values
+        return values.new_zeros(values.shape[0], width).scatter_(1, self.token_ids, values)

@@ -1,0 +1,257 @@
+"""Between target logits and the step's result: which drafts are accepted, which token follows, and logprobs.
+
+The model runner calls `verify` after the target's forward pass and `commit` with what it emitted; drafters
+that sample call `propose` on their own logits, so that drafts are drawn under the very rule that judges them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu_worker.draft_tree import DraftTree
+from gpu_worker.sampling.acceptance import (
+    Decision,
+    accept_by_bound,
+    accept_by_rejection,
+    follow_drawn,
+    typical_bound,
+)
+from gpu_worker.sampling.law import Law
+from gpu_worker.sampling.logits import LogitsProcessor, Rows
+from gpu_worker.sampling.logprobs import raw_logprobs, rows_of
+from gpu_worker.sampling.random import Purpose, coupled_keys, round_keys
+from gpu_worker.sampling.slot_states import Int64Array, SlotStates, to_tensor
+from gpu_worker.sampling.tree_walk import HostTree
+from shared_mem.enums import AcceptanceRule
+from shared_mem.records import Logprobs, SamplingRecord
+
+_GREEDY = 0  # beside the values of AcceptanceRule
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a step came to, one entry per request of the tree."""
+
+    num_accepted: list[int]
+    path_nodes: list[list[int]]  # global node indices: the root, then the accepted nodes
+    token_ids: list[list[int]]  # the accepted drafts, then the target's own token
+    logprobs: list[Logprobs | None]  # one row per token of token_ids
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Slots that go through the same code."""
+
+    rule: int  # _GREEDY or an AcceptanceRule
+    adjusts: bool
+
+
+class Sampler:
+    """Sampling state of `num_slots` slots over a vocabulary of `vocab_size` ids; slots of any rules in one
+    batch.
+
+    Logits may be wider than vocab_size (padded embeddings); ids beyond it are never drawn.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str) -> None:
+        self._vocab_size = vocab_size
+        self._states = SlotStates(num_slots, vocab_size, torch.device(device))
+        self._processor = LogitsProcessor(self._states)
+
+    def admit(
+        self,
+        slot: int,
+        record: SamplingRecord,
+        token_ids: Sequence[int] | npt.NDArray[np.int32],
+        num_prompt_tokens: int,
+    ) -> None:
+        """A sequence takes `slot`: token_ids [n] are its prompt and what was generated so far."""
+        self._states.admit(slot, record, token_ids, num_prompt_tokens)
+
+    def release(self, slot: int) -> None:
+        """Forgets the slot's sequence; releasing a free slot does nothing."""
+        self._states.release(slot)
+
+    def commit(self, slot: int, token_ids: Sequence[int]) -> None:
+        """The step emitted token_ids (accepted drafts, the target's own token): each counts once."""
+        self._states.commit(slot, token_ids)
+
+    def verify(
+        self, tree: DraftTree, logits: torch.Tensor, slots: list[int], num_tokens: list[int]
+    ) -> Verification:
+        """Judges the drafts of every request and draws the token behind the accepted ones.
+
+        logits [N, V] float32: the target's, one row per node. Request r is in slots[r] and has num_tokens[r]
+        known tokens, the last of which is its root: a node at depth d draws the token at position
+        num_tokens[r] + d. Changes no state: the caller commits what it emits.
+        """
+        logits = self._in_vocabulary(logits)
+        host = HostTree.of(tree)
+        request_slots = np.array(slots, dtype=np.int64)
+        first = np.array(num_tokens, dtype=np.int64)
+        last_nodes = np.zeros(len(slots), dtype=np.int64)
+        own_tokens = np.zeros(len(slots), dtype=np.int64)
+        for kind, requests in self._by_kind(request_slots):
+            nodes = np.flatnonzero(np.isin(host.owner, requests))
+            rows = Rows(
+                index=nodes,
+                slots=request_slots[host.owner[nodes]],
+                positions=first[host.owner[nodes]] + host.depths[nodes],
+                path=host.drafts_on_path,
+            )
+            decision = self._decide(kind, host, requests, rows, logits, first, request_slots, tree.q)
+            last_nodes[requests] = decision.last_nodes
+            own_tokens[requests] = decision.tokens
+        paths = host.paths(last_nodes)
+        tokens = host.tokens.tolist()
+        emitted = [
+            [*(tokens[node] for node in path[1:]), own]
+            for path, own in zip(paths, own_tokens.tolist(), strict=True)
+        ]
+        return Verification(
+            num_accepted=[len(path) - 1 for path in paths],
+            path_nodes=paths,
+            token_ids=emitted,
+            logprobs=self._logprobs(logits, request_slots, paths, emitted),
+        )
+
+    def propose(
+        self, logits: torch.Tensor, slots: list[int], positions: list[int], drafted: list[list[int]]
+    ) -> tuple[list[int], torch.Tensor | None]:
+        """The next draft token of M sequences, from the DRAFT model's logits [M, V] float32.
+
+        positions[i]: absolute position of the token to propose; drafted[i]: what this round drafted before it
+        (penalties see it, and positions[i] - len(drafted[i]) is the round's first position). Coupled slots
+        use the target's own noise at that position; rejection slots sample, and their rows of q [M, V] say
+        from what (zero rows elsewhere; None if nobody sampled); greedy, typical and threshold slots take the
+        best token.
+        """
+        logits = self._in_vocabulary(logits)
+        row_slots = np.array(slots, dtype=np.int64)
+        at = np.array(positions, dtype=np.int64)
+        depths = np.array([len(path) for path in drafted], dtype=np.int64)
+        tokens = np.zeros(len(slots), dtype=np.int64)
+        q: torch.Tensor | None = None
+        for kind, members in self._by_kind(row_slots):
+            rows = Rows(members, row_slots[members], at[members], drafted.__getitem__)
+            if kind.rule in (AcceptanceRule.COUPLED, AcceptanceRule.REJECTION):
+                law = self._processor.law(self._processor.adjusted(logits, rows), rows.slots)
+                seeds = self._seeds(rows.slots, logits.device)
+                if kind.rule == AcceptanceRule.COUPLED:
+                    keys = coupled_keys(seeds, to_tensor(rows.positions, logits.device))
+                else:
+                    first = to_tensor(rows.positions - depths[members], logits.device)
+                    depth = to_tensor(depths[members], logits.device)
+                    keys = round_keys(seeds, first, depth, Purpose.DRAFT)
+                    q = logits.new_zeros(logits.shape) if q is None else q
+                    q[to_tensor(members, logits.device)] = law.scatter(law.probabilities(), logits.shape[1])
+                tokens[members] = law.draw(keys).cpu().numpy()
+            else:
+                tokens[members] = self._best(logits, rows, kind)
+        return tokens.tolist(), q
+
+    def prompt_logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, num_alternatives: int
+    ) -> Logprobs:
+        """Log-probabilities of the prompt tokens token_ids [m] under the rows before them, logits [m, V]."""
+        return raw_logprobs(self._in_vocabulary(logits), token_ids, num_alternatives)
+
+    def _decide(
+        self,
+        kind: _Kind,
+        host: HostTree,
+        requests: Int64Array,
+        rows: Rows,
+        logits: torch.Tensor,
+        first: Int64Array,
+        request_slots: Int64Array,
+        q: torch.Tensor | None,
+    ) -> Decision:
+        """The decision for `requests` [r], all of one kind; `rows` are all their nodes."""
+        device = logits.device
+        if kind.rule == _GREEDY:
+            drawn = np.zeros(len(host.tokens), dtype=np.int64)
+            drawn[rows.index] = self._best(logits, rows, kind)
+            return follow_drawn(host, requests, drawn)
+        law = self._processor.law(self._processor.adjusted(logits, rows), rows.slots)
+        if kind.rule == AcceptanceRule.COUPLED:
+            keys = coupled_keys(self._seeds(rows.slots, device), to_tensor(rows.positions, device))
+            drawn = np.zeros(len(host.tokens), dtype=np.int64)
+            drawn[rows.index] = law.draw(keys).cpu().numpy()
+            return follow_drawn(host, requests, drawn)
+        law_rows = np.zeros(len(host.tokens), dtype=np.int64)
+        law_rows[rows.index] = np.arange(len(rows))
+        if kind.rule == AcceptanceRule.REJECTION:
+            seeds = self._seeds(request_slots[requests], device)
+            q = None if q is None else self._in_vocabulary(q)
+            first_positions = to_tensor(first[requests], device)
+            return accept_by_rejection(host, requests, law, law_rows, seeds, first_positions, q)
+
+        def draw(last: Law, owners: Int64Array, nodes: Int64Array) -> torch.Tensor:
+            # These rules look at no random number, so the coupled noise of the position is still unused.
+            positions = to_tensor(first[owners] + host.depths[nodes], device)
+            return last.draw(coupled_keys(self._seeds(request_slots[owners], device), positions))
+
+        accepts = self._bound(AcceptanceRule(kind.rule), request_slots)
+        return accept_by_bound(host, requests, law, law_rows, accepts, draw)
+
+    def _bound(
+        self, rule: AcceptanceRule, request_slots: Int64Array
+    ) -> Callable[[torch.Tensor, torch.Tensor, Int64Array], torch.Tensor]:
+        """The test of `accept_by_bound` for the typical and threshold rules."""
+
+        def accepts(mass: torch.Tensor, entropy: torch.Tensor, owners: Int64Array) -> torch.Tensor:
+            parameters = self._states.parameters[request_slots[owners]]
+            if rule == AcceptanceRule.THRESHOLD:
+                return mass >= to_tensor(parameters["threshold"], mass.device)
+            epsilon = to_tensor(parameters["typical_epsilon"], mass.device)
+            delta = to_tensor(parameters["typical_delta"], mass.device)
+            return mass > typical_bound(entropy, epsilon, delta)
+
+        return accepts
+
+    def _best(self, logits: torch.Tensor, rows: Rows, kind: _Kind) -> Int64Array:
+        """[n] the most probable token of each row."""
+        if kind.adjusts:
+            return self._processor.adjusted(logits, rows).argmax(dim=-1).cpu().numpy()
+        # One pass over all rows costs less than copying some of them.
+        return logits.argmax(dim=-1).cpu().numpy()[rows.index]
+
+    def _by_kind(self, slots: Int64Array) -> Iterator[tuple[_Kind, Int64Array]]:
+        """Splits positions 0 .. len(slots) - 1 by what their slots need; truncated rows apart from others."""
+        parameters = self._states.parameters[slots]
+        rule = np.where(parameters["greedy"], _GREEDY, parameters["rule"])
+        truncates = parameters["truncates"] & ~parameters["greedy"]
+        code = rule * 4 + truncates * 2 + parameters["adjusts"]
+        for value in np.unique(code).tolist():
+            yield _Kind(value // 4, bool(value % 2)), np.flatnonzero(code == value)
+
+    def _logprobs(
+        self, logits: torch.Tensor, slots: Int64Array, paths: list[list[int]], emitted: list[list[int]]
+    ) -> list[Logprobs | None]:
+        wanted = self._states.parameters["num_logprobs"][slots]
+        result: list[Logprobs | None] = [None] * len(slots)
+        requests = np.flatnonzero(wanted >= 0).tolist()
+        if not requests:
+            return result
+        nodes = torch.tensor([node for r in requests for node in paths[r]], device=logits.device)
+        tokens = torch.tensor([token for r in requests for token in emitted[r]], device=logits.device)
+        together = raw_logprobs(logits.index_select(0, nodes), tokens, int(wanted.max()))
+        start = 0
+        for r in requests:
+            end = start + len(emitted[r])
+            result[r] = rows_of(together, start, end, int(wanted[r]))
+            start = end
+        return result
+
+    def _seeds(self, slots: Int64Array, device: torch.device) -> torch.Tensor:
+        return to_tensor(self._states.parameters["seed"][slots], device)
+
+    def _in_vocabulary(self, values: torch.Tensor) -> torch.Tensor:
+        assert values.shape[1] >= self._vocab_size, "logits are at least as wide as the vocabulary"
+        return values[:, : self._vocab_size]
