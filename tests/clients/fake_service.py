@@ -114,15 +114,19 @@ class FakeService(generation_pb2_grpc.GenerationServiceServicer, info_pb2_grpc.I
         server = grpc.aio.server(options=options)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
         info_pb2_grpc.add_InfoServiceServicer_to_server(self, server)
-        checker = health.aio.HealthServicer()
-        await checker.set("", health_pb2.HealthCheckResponse.SERVING)
-        health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+        self._health = health.aio.HealthServicer()
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         port = server.add_insecure_port(self._listen)
         self.address = self._listen if self._listen.startswith("unix:") else f"127.0.0.1:{port}"
         await server.start()
         self._started.set()
         await self._stop.wait()
         await server.stop(0)
+
+    def set_health(self, status: int) -> None:
+        """Changes what the health protocol says; from any thread."""
+        asyncio.run_coroutine_threadsafe(self._health.set("", status), self._loop).result(10)
 
     async def Generate(self, request, context):
         self.requests.append(request)

@@ -16,6 +16,7 @@ import grpc
 import pytest
 from draftline.cli.app import build_app
 from draftline.v1 import common_pb2
+from grpc_health.v1 import health_pb2
 from typer.testing import CliRunner
 
 from tests.clients.fake_service import NGRAM, STORY, Failure, FakeService, Step
@@ -219,6 +220,14 @@ def test_info_of_a_service_that_is_not_ready(service: FakeService):
     result = run(service, "info")
     assert result.exit_code == 1
     assert result.stderr == "error: UNAVAILABLE (NOT_SERVING): starting\n"
+
+
+def test_info_as_a_health_check(service: FakeService):
+    assert run(service, "info", "--check").exit_code == 0
+    service.set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert run(service, "info").exit_code == 0
+    result = run(service, "info", "--check")
+    assert (result.exit_code, result.stderr) == (1, "error: UNAVAILABLE: health is NOT_SERVING\n")
 
 
 def test_chat_keeps_the_history(service: FakeService):

@@ -11,6 +11,7 @@ import typer
 from draftline.cli import common
 from draftline.cli.summary import speculation_text, stats_object
 from draftline.client import Client
+from draftline.errors import UnavailableError
 from draftline.info import Load, ModelInfo, ServerInfo
 from draftline.retry import NO_RETRY
 
@@ -19,10 +20,15 @@ def info(
     server: common.Server = common.DEFAULT_SERVER,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Deadline of each call.")] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit code 1 unless new requests are taken; for health checks.")
+    ] = False,
 ) -> None:
     """Shows model, limits, drafters, workers and load; exit code 1 unless the service answers."""
     with common.one_line_failure(), Client(server, retry=NO_RETRY) as client:
         health = client.health(timeout=timeout)
+        if check and health != "SERVING":
+            raise UnavailableError(f"health is {health}")
         model = client.model_info(timeout=timeout)
         service = client.server_info(timeout=timeout)
         load = client.load(timeout=timeout)
