@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,35 @@ def test_rope_of_both_layouts(layout: str) -> None:
     )
 
 
+def test_every_yarn_option() -> None:
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 24,
+        "beta_slow": 2,
+        "attention_factor": 1.25,
+        "truncate": False,
+    }
+    assert parse(MISTRAL, rope_scaling=scaling).rope == RopeConfig(
+        theta=10000.0,
+        kind="yarn",
+        factor=4.0,
+        original_max_position_embeddings=4096,
+        beta_fast=24.0,
+        beta_slow=2.0,
+        attention_factor=1.25,
+        truncate=False,
+    )
+
+
+def test_yarn_factor_left_out_is_the_stretch_of_the_context() -> None:
+    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 8192}
+    rope = parse(MISTRAL, rope_scaling=scaling).rope
+    assert rope.factor == 4.0
+    assert rope.attention_factor == pytest.approx(0.1 * math.log(4.0) + 1.0)
+
+
 def test_old_name_of_the_rope_kind() -> None:
     assert parse(MISTRAL, rope_scaling={"type": "linear", "factor": 2}).rope.kind == "linear"
 
@@ -112,6 +142,7 @@ def test_unused_sliding_window_does_not_limit() -> None:
         ({"eos_token_id": [128001, 8, 9]}, 2, None),
         ({"eos_token_id": [7, 8, 7]}, 2, (7, 8)),
         ({"eos_token_id": 5}, 2, (5,)),
+        ({"eos_token_id": 0}, 2, (0,)),
         ({}, 2, (2,)),
         ({}, [2, 3], (2, 3)),
         ({}, None, ()),
