@@ -64,7 +64,6 @@ class BatchPlanner:
 
         Sequences with a step in flight are left out: what comes next for them is not known yet.
         """
-        preemptions = self._counters.num_preemptions
         ready = sorted(
             (sequence for sequence in self._slots.running if sequence.step_in_flight is None),
             key=lambda sequence: sequence.rank,
@@ -78,11 +77,7 @@ class BatchPlanner:
                 rows.append(row)
                 prefill_budget -= 0 if sequence.decoding else row.num_query
         self.short_of_pages = False
-        # Pages that a preemption freed belong to the one who was short of them, not to a newcomer.
-        if self._counters.num_preemptions == preemptions:
-            rows += self._admissions(prefill_budget)
-        else:
-            self.short_of_pages = True
+        rows += self._admissions(prefill_budget)
         self._add_speculation(rows)
         return rows
 

@@ -203,3 +203,63 @@ def test_results_that_do_not_fit_the_plan_are_refused() -> None:
     empty = RowResult(row.slot, row.epoch, np.zeros(0, dtype=np.int32))
     with pytest.raises(ResultError, match="0 tokens, expected 1"):
         harness.scheduler.apply(StepResult(1, (empty,)))
+
+
+def test_whoever_is_preempted_does_not_come_back_in_the_same_plan() -> None:
+    harness = Harness(make_limits(num_pages=16))
+    for i in range(3):
+        harness.submit(make_submit(str(i), prompt_of(12, i), max_tokens=40, arrival_time=i))
+    num_preemptions = 0
+    while (plan := harness.step()) is not None:
+        if harness.scheduler.counters.num_preemptions > num_preemptions:
+            num_preemptions = harness.scheduler.counters.num_preemptions
+            assert not plan.admissions
+    assert num_preemptions > 0
+
+
+def test_admissions_leave_a_page_for_each_running_sequence() -> None:
+    """Without it the newcomer would take the last pages and lose them at once to the older sequence."""
+    harness = Harness(make_limits(num_pages=8, max_context_tokens=32, prefix_cache=False))
+    harness.submit(make_submit("old", prompt_of(13), max_tokens=8, max_draft_tokens=0))
+    harness.step()
+    harness.submit(make_submit("new", prompt_of(15, 2), max_tokens=4, max_draft_tokens=0, arrival_time=1.0))
+    harness.run()
+    assert harness.scheduler.counters.num_preemptions == 0
+
+
+def test_nobody_is_admitted_into_pages_that_a_running_prompt_still_needs() -> None:
+    """While a chunk is in flight its sequence has no row, but its prompt goes on."""
+    harness = Harness(make_limits(num_pages=16, max_batched_tokens=16), max_steps_in_flight=2)
+    harness.submit(make_submit("long", prompt_of(48), max_tokens=8))
+    harness.submit(make_submit("next", prompt_of(20, 2), max_tokens=4, arrival_time=1.0))
+    harness.run()
+    assert harness.scheduler.counters.num_preemptions == 0
+    assert harness.output("next").tokens == model_text(prompt_of(20, 2), 1, 4)
+
+
+def test_prompt_logprobs_start_anew_when_a_prompt_is_preempted() -> None:
+    harness = Harness(make_limits(max_batched_tokens=8))
+    harness.submit(make_submit("r", prompt_of(30), num_prompt_logprobs=0))
+    harness.step()
+    harness.dispatch()
+    (sequence,) = harness.scheduler._slots.running
+    harness.scheduler._planner.preempt(sequence)
+    harness.deliver()
+    harness.run()
+    logprobs = harness.output("r").started.prompt_logprobs
+    assert [logprob.token_id for logprob in logprobs] == list(prompt_of(30)[1:])
+
+
+def test_delivered_prompt_logprobs_are_not_computed_again() -> None:
+    harness = Harness()
+    harness.submit(make_submit("r", prompt_of(14), max_tokens=20, num_prompt_logprobs=0))
+    harness.step()
+    harness.step()
+    (sequence,) = harness.scheduler._slots.running
+    harness.scheduler._planner.preempt(sequence)
+    plan = harness.step()
+    (admission,) = plan.admissions
+    assert admission.sampling.num_prompt_logprobs == -1
+    assert admission.num_cached_tokens >= 12
+    harness.run()
+    assert harness.output("r").tokens == model_text(prompt_of(14), 1, 20)
