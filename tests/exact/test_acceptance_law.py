@@ -10,6 +10,8 @@ from shared_mem.enums import AcceptanceRule
 
 from . import simulation as sim
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 COUPLED, REJECTION = AcceptanceRule.COUPLED, AcceptanceRule.REJECTION
 
 CASES = {

@@ -16,6 +16,8 @@ from shared_mem.records import SamplingRecord
 
 from . import simulation as sim
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 SIZE = 40
 TABLE = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(3)) * 2
 JUNK = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(4)) * 2

@@ -15,6 +15,8 @@ from tests.gpu_worker.sampling.naive import naive_adjusted
 
 from . import simulation as sim
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 SIZE = 12
 # A strong pull to few tokens, so that penalties decide.
 TABLE = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(11)) * 0.7 + torch.tensor(
