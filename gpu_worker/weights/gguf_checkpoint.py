@@ -13,6 +13,7 @@ from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.gguf_config import parse_gguf_config
 from gpu_worker.weights.gguf_file import GGUFFile
 
+_FLOAT_KINDS = ("F32", "F16", "BF16")
 _UNUSED_TOKEN = 5  # tokenizer.ggml.token_type of the rows that pad the vocabulary
 
 
@@ -69,6 +70,20 @@ class GGUFCheckpoint:
             if f".{projection}." in name:
                 weight = _unpermuted(weight, num_heads)
         return weight
+
+    def read_blocks(self, name: str, shape: tuple[int, ...]) -> tuple[str, torch.Tensor] | None:
+        """A matrix as the file's quantised blocks: the type's name and [rows, bytes per row] uint8, hub row order.
+
+        None for a tensor that is missing, of another shape, or not quantised.
+        """
+        tensor = self.file.tensors.get(self._gguf_name(name))
+        if tensor is None or tensor.shape != shape or tensor.kind.name in _FLOAT_KINDS:
+            return None
+        blocks = torch.from_numpy(self.file.blocks(self._gguf_name(name)))
+        for projection, num_heads in self._permuted_heads.items():
+            if f".{projection}." in name:
+                blocks = _unpermuted(blocks, num_heads)
+        return tensor.kind.name, blocks
 
     def _gguf_name(self, name: str) -> str:
         stem, _, suffix = name.rpartition(".")

@@ -91,6 +91,12 @@ class GGUFFile:
         blocks_per_row = math.gcd(num_blocks, _CHUNK_ELEMENTS // block_elements)
         return dequantize(raw.reshape(-1, blocks_per_row * block_bytes), tensor.kind).reshape(tensor.shape)
 
+    def blocks(self, name: str) -> npt.NDArray[np.uint8]:
+        """The tensor's bytes, [rows, bytes per row], writable; KeyError for an unknown name."""
+        tensor = self.tensors[name]
+        raw = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
+        return np.array(raw).reshape(tensor.shape[0], -1)
+
     def _tensor_table(self, header: _HeaderReader, count: int) -> dict[str, GGUFTensor]:
         infos = []
         for _ in range(count):

@@ -1,0 +1,120 @@
+// The plain C interface of the CPU kernels: what gpu_worker/kernels/native.py calls through ctypes.
+//
+// Every function that can fail returns 0 on success and a negative value otherwise; dl_last_error() then tells the
+// calling thread why. Handles are not locked: one call at a time per team and per model.
+#pragma once
+#include <cstdint>
+
+#define DL_API extern "C" __attribute__((visibility("default")))
+
+// Raised with every change to a struct or signature below; the loader refuses a library with another number.
+constexpr int32_t kDlAbiVersion = 1;
+
+typedef struct DlTeam DlTeam;
+typedef struct DlLinear DlLinear;
+typedef struct DlModel DlModel;
+typedef struct DlPool DlPool;
+
+enum DlIsa : int32_t { DL_PORTABLE = 0, DL_AVX2 = 1, DL_AVX512_VNNI = 2, DL_AVX512_BF16 = 3 };
+
+// How a linear's weights lie in memory (formats.hpp has the layouts).
+enum DlFormat : int32_t { DL_W8 = 0, DL_Q4_0 = 1, DL_Q4_1 = 2, DL_Q8_0 = 3, DL_BF16 = 4 };
+
+// What weights are packed from: float rows or the blocks of a GGUF.
+enum DlSource : int32_t { DL_FROM_FLOAT32 = 0, DL_FROM_Q4_0 = 1, DL_FROM_Q4_1 = 2, DL_FROM_Q8_0 = 3 };
+
+enum DlTable : int32_t { DL_TABLE_FLOAT32 = 0, DL_TABLE_BF16 = 1, DL_TABLE_FLOAT16 = 2, DL_TABLE_LINEAR = 3 };
+
+typedef struct DlLayer {
+  const DlLinear* qkv;      // columns: all query heads, all key heads, all value heads
+  const DlLinear* o;
+  const DlLinear* gate_up;  // blocks of 16 columns in turn: gate, up, gate, up, ...
+  const DlLinear* down;
+  const float* attn_norm;  // [hidden]
+  const float* mlp_norm;   // [hidden]
+  const float* q_norm;     // [head_dim] or null
+  const float* k_norm;     // [head_dim] or null
+} DlLayer;
+
+typedef struct DlModelDesc {
+  int64_t num_layers;
+  int64_t hidden;
+  int64_t intermediate;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t rotary_dim;     // even, at most head_dim; halves are rotated against each other
+  int64_t num_positions;  // rows of cos and sin
+  int64_t vocab;          // rows of the embedding
+  float eps;
+  float attn_scale;
+  int32_t activation_group;  // 32 or 64 inputs share one scale
+  int32_t table;             // DlTable
+  const void* embedding;     // [vocab, hidden] of the table's type, or a DlLinear
+  const float* cos;          // [num_positions, rotary_dim / 2]
+  const float* sin;
+  const float* final_norm;   // [hidden]
+  const DlLayer* layers;     // [num_layers]
+} DlModelDesc;
+
+// One forward pass: T = qo_indptr[B] rows of B requests (terms of gpu_worker/forward_batch.py).
+typedef struct DlBatch {
+  int64_t num_requests;
+  int64_t page_size;
+  const int64_t* input_ids;     // [T]
+  const int64_t* positions;     // [T]
+  const int64_t* out_slots;     // [T]
+  const int32_t* qo_indptr;     // [B + 1]
+  const int32_t* kv_lens;       // [B]
+  const int32_t* page_indptr;   // [B + 1]
+  const int32_t* page_indices;  // [page_indptr[B]]
+  const int32_t* tree_indptr;   // [T + 1] into tree_ancestors, or null: no trees. Equal bounds: a causal row.
+  const int32_t* tree_ancestors;  // per row of a tree: rows of its request it sees, itself last, ascending
+} DlBatch;
+
+DL_API int32_t dl_abi_version();
+DL_API const char* dl_last_error();
+DL_API int32_t dl_best_isa();
+DL_API int32_t dl_isa_supported(int32_t isa);
+
+DL_API DlTeam* dl_team_create(int32_t num_threads);
+DL_API void dl_team_destroy(DlTeam* team);
+
+// A linear of n outputs and k inputs with all weights zero.
+DL_API DlLinear* dl_linear_create(int32_t format, int64_t n, int64_t k);
+DL_API void dl_linear_destroy(DlLinear* linear);
+DL_API int64_t dl_linear_bytes(const DlLinear* linear);
+// Puts `rows` source rows (row_bytes apart) into columns: row j goes to column0 + (j / 16) * 16 * stride + j % 16.
+DL_API int32_t dl_linear_pack(DlLinear* linear, int32_t source, const void* data, int64_t rows, int64_t row_bytes,
+                              int64_t column0, int64_t stride);
+DL_API int32_t dl_linear_set_bias(DlLinear* linear, const float* bias);
+// A new linear of the given columns (a reduced vocabulary).
+DL_API DlLinear* dl_linear_select(const DlLinear* linear, const int64_t* columns, int64_t count);
+// Weights of `count` columns as floats, [count, k].
+DL_API int32_t dl_linear_dequantise(const DlLinear* linear, const int64_t* columns, int64_t count, float* out);
+// out[rows, n] = x[rows, k] times the weights (plus bias).
+DL_API int32_t dl_linear_run(const DlLinear* linear, DlTeam* team, int32_t isa, const float* x, int64_t rows,
+                             int32_t activation_group, float* out);
+
+DL_API DlPool* dl_pool_create(int64_t num_layers, int64_t num_slots, int64_t num_kv_heads, int64_t head_dim);
+DL_API void dl_pool_destroy(DlPool* pool);
+DL_API int64_t dl_pool_bytes(int64_t num_layers, int64_t num_slots, int64_t num_kv_heads, int64_t head_dim);
+DL_API int32_t dl_pool_move(DlPool* pool, const int64_t* sources, const int64_t* targets, int64_t count);
+DL_API int32_t dl_pool_write(DlPool* pool, int64_t layer, const int64_t* slots, int64_t count, const float* keys,
+                             const float* values);
+DL_API int32_t dl_pool_read(const DlPool* pool, int64_t layer, const int64_t* slots, int64_t count, float* keys,
+                            float* values);
+
+DL_API DlModel* dl_model_create(const DlModelDesc* desc, int32_t isa);
+DL_API void dl_model_destroy(DlModel* model);
+// hidden_out [T, hidden]: after the final norm.
+DL_API int32_t dl_model_forward(DlModel* model, DlTeam* team, DlPool* pool, const DlBatch* batch, float* hidden_out);
+
+// Heads: hidden [rows, k] of `row_stride` floats; `ids` (or null) maps columns to token ids.
+DL_API int32_t dl_head_logits(const DlLinear* head, DlTeam* team, int32_t isa, int32_t activation_group,
+                              const float* hidden, int64_t rows, float* logits);
+DL_API int32_t dl_head_argmax(const DlLinear* head, DlTeam* team, int32_t isa, int32_t activation_group,
+                              const float* hidden, int64_t rows, int64_t* ids, float* best);
+// The k <= 64 largest logits, descending, ties by lower id; lse is the natural log-sum-exp of all logits.
+DL_API int32_t dl_head_topk(const DlLinear* head, DlTeam* team, int32_t isa, int32_t activation_group,
+                            const float* hidden, int64_t rows, int32_t k, int64_t* ids, float* logits, float* lse);

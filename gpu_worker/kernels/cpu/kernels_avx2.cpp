@@ -1,0 +1,20 @@
+// The kernels compiled for AVX2 with FMA and F16C. build.py sets the flags; nothing of the standard library that is not
+// inlined may be used here, or the linker could hand this instruction set's copy to the others.
+#include <immintrin.h>
+
+#include "isa.hpp"
+
+namespace dl::avx2 {
+namespace {
+#include "simd_avx2.hpp"
+#include "rows.inl"
+#include "linear.inl"
+#include "attention.inl"
+}  // namespace
+
+extern const Kernels kernels;
+const Kernels kernels = {
+    "avx2", sizeof(Pair), linear, rms_norm, quantise, silu_mul, rotate_query, rotate_key, attention_block,
+    attention_merge, attention_finish, largest, exp_sum, merge_exp_sum};
+
+}  // namespace dl::avx2

@@ -1,0 +1,19 @@
+// The kernels compiled for any processor. build.py sets the flags; nothing of the standard library that is not
+// inlined may be used here, or the linker could hand this instruction set's copy to the others.
+
+#include "isa.hpp"
+
+namespace dl::portable {
+namespace {
+#include "simd_portable.hpp"
+#include "rows.inl"
+#include "linear.inl"
+#include "attention.inl"
+}  // namespace
+
+extern const Kernels kernels;
+const Kernels kernels = {
+    "portable", sizeof(Pair), linear, rms_norm, quantise, silu_mul, rotate_query, rotate_key, attention_block,
+    attention_merge, attention_finish, largest, exp_sum, merge_exp_sum};
+
+}  // namespace dl::portable

@@ -1,0 +1,207 @@
+// Packed linears: M rows against one block of 16 columns. Included in an instruction set's namespace.
+
+constexpr int64_t kPrefetchBytes = 2048;
+
+template <int M>
+struct Rows {
+  const int8_t* q[M];
+  const float* scales[M];
+  const float* sums[M];
+  const int32_t* offsets[M];
+  const Pair* pairs[M];
+
+  Rows(const Activations& x, int64_t row0) {
+    for (int r = 0; r < M; r++) {
+      const int64_t at = (row0 + r) * x.kp;
+      q[r] = x.q + at;
+      scales[r] = x.scales + at / 32;
+      sums[r] = x.sums + at / 32;
+      offsets[r] = x.offsets + at / 32;
+      pairs[r] = reinterpret_cast<const Pair*>(x.pairs) + at / 2;
+    }
+  }
+};
+
+inline void prefetch_range(const uint8_t* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) prefetch(p + i + kPrefetchBytes);
+}
+
+struct TileQ4_0 {
+  template <int M>
+  static void run(const uint8_t* w, int64_t slabs, const Rows<M>& x, F* acc) {
+    for (int64_t s = 0; s < slabs; s++, w += slab_bytes(DL_Q4_0)) {
+      prefetch_range(w, slab_bytes(DL_Q4_0));
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; h++) {
+        const F d = fload_f16(w + h * 32);
+        Acc4 sum[M];
+        for (int r = 0; r < M; r++) sum[r] = zero4();
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+          const I v = iload(w + 64 + h * 256 + i * 64);
+          const I low = low_nibbles(v), high = high_nibbles(v);
+          for (int r = 0; r < M; r++) {
+            const int8_t* q = x.q[r] + s * 64 + h * 32 + 4 * i;
+            sum[r] = dot4(dot4(sum[r], low, q), high, q + 16);
+          }
+        }
+        for (int r = 0; r < M; r++) {
+          // offsets are -128 times the sum; the nibbles stand 8 above their value
+          const I dots = iadd(finish4(sum[r]), iset(x.offsets[r][2 * s + h] / 16));
+          acc[r] = fma(to_float(dots), fmul(d, fset(x.scales[r][2 * s + h])), acc[r]);
+        }
+      }
+    }
+  }
+};
+
+struct TileQ4_1 {
+  template <int M>
+  static void run(const uint8_t* w, int64_t slabs, const Rows<M>& x, F* acc) {
+    for (int64_t s = 0; s < slabs; s++, w += slab_bytes(DL_Q4_1)) {
+      prefetch_range(w, slab_bytes(DL_Q4_1));
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; h++) {
+        const F d = fload_f16(w + h * 32), m = fload_f16(w + 64 + h * 32);
+        Acc4 sum[M];
+        for (int r = 0; r < M; r++) sum[r] = zero4();
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+          const I v = iload(w + 128 + h * 256 + i * 64);
+          const I low = low_nibbles(v), high = high_nibbles(v);
+          for (int r = 0; r < M; r++) {
+            const int8_t* q = x.q[r] + s * 64 + h * 32 + 4 * i;
+            sum[r] = dot4(dot4(sum[r], low, q), high, q + 16);
+          }
+        }
+        for (int r = 0; r < M; r++) {
+          acc[r] = fma(to_float(finish4(sum[r])), fmul(d, fset(x.scales[r][2 * s + h])), acc[r]);
+          acc[r] = fma(m, fset(x.sums[r][2 * s + h]), acc[r]);
+        }
+      }
+    }
+  }
+};
+
+struct TileQ8_0 {
+  template <int M>
+  static void run(const uint8_t* w, int64_t slabs, const Rows<M>& x, F* acc) {
+    for (int64_t s = 0; s < slabs; s++, w += slab_bytes(DL_Q8_0)) {
+      prefetch_range(w, slab_bytes(DL_Q8_0));
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; h++) {
+        const F d = fload_f16(w + h * 32);
+        I sum[M];
+        for (int r = 0; r < M; r++) sum[r] = start8(x.offsets[r][2 * s + h]);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+          const I v = iload(w + 64 + h * 512 + i * 64);
+          for (int r = 0; r < M; r++) sum[r] = dot8(sum[r], v, x.q[r] + s * 64 + h * 32 + 4 * i);
+        }
+        for (int r = 0; r < M; r++) {
+          acc[r] = fma(to_float(sum[r]), fmul(d, fset(x.scales[r][2 * s + h])), acc[r]);
+        }
+      }
+    }
+  }
+};
+
+// Needs activations in groups of 64: one scale per slab.
+struct TileW8 {
+  template <int M>
+  static void run(const uint8_t* w, int64_t slabs, const Rows<M>& x, F* acc) {
+    for (int64_t s = 0; s < slabs; s++, w += slab_bytes(DL_W8)) {
+      prefetch_range(w, slab_bytes(DL_W8));
+      I sum[M];
+      for (int r = 0; r < M; r++) sum[r] = start8(x.offsets[r][2 * s] + x.offsets[r][2 * s + 1]);
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) {
+        const I v = iload(w + i * 64);
+        for (int r = 0; r < M; r++) sum[r] = dot8(sum[r], v, x.q[r] + s * 64 + 4 * i);
+      }
+      for (int r = 0; r < M; r++) acc[r] = fma(to_float(sum[r]), fset(x.scales[r][2 * s]), acc[r]);
+    }
+  }
+};
+
+struct TileBF16 {
+  template <int M>
+  static void run(const uint8_t* w, int64_t slabs, const Rows<M>& x, F* acc) {
+    for (int64_t s = 0; s < slabs; s++, w += slab_bytes(DL_BF16)) {
+      prefetch_range(w, slab_bytes(DL_BF16));
+#pragma GCC unroll 8
+      for (int i = 0; i < 32; i++) {
+        const I v = iload(w + i * 64);
+        for (int r = 0; r < M; r++) acc[r] = dot_pair(acc[r], v, x.pairs[r] + s * 32 + i);
+      }
+    }
+  }
+};
+
+struct LinearCall {
+  const WeightView& view;
+  int64_t block0, block1;
+  const Activations& x;
+  float* out;  // row 0 of the activations, column block0 * 16
+  int64_t out_stride;
+  Epilogue epilogue;
+};
+
+template <class Tile, int M>
+static void linear_tile(const LinearCall& call, int64_t block, int64_t row, float* out) {
+  const WeightView& view = call.view;
+  const Rows<M> rows(call.x, row);
+  F acc[M];
+  for (int r = 0; r < M; r++) acc[r] = fzero();
+  Tile::template run<M>(view.data + block * view.block_bytes, view.slabs, rows, acc);
+  const int64_t columns = view.n - block * 16 < 16 ? view.n - block * 16 : 16;
+  for (int r = 0; r < M; r++) {
+    F y = acc[r];
+    if (view.column_scales != nullptr) y = fmul(y, fload(view.column_scales + block * 16));
+    if (view.bias != nullptr) y = fadd(y, fload(view.bias + block * 16));
+    float* to = out + r * call.out_stride;
+    if (columns == 16) {
+      if (call.epilogue == Epilogue::kAdd) y = fadd(y, fload(to));
+      fstore(to, y);
+    } else {
+      if (call.epilogue == Epilogue::kAdd) y = fadd(y, fload_n(to, columns));
+      fstore_n(to, y, columns);
+    }
+  }
+}
+
+using TileFunction = void (*)(const LinearCall&, int64_t, int64_t, float*);
+
+template <class Tile, int M>
+constexpr void fill_tiles(TileFunction* table) {
+  table[M] = linear_tile<Tile, M>;
+  if constexpr (M > 1) fill_tiles<Tile, M - 1>(table);
+}
+
+struct TileTables {
+  TileFunction of[5][kTileRows + 1] = {};
+  constexpr TileTables() {
+    fill_tiles<TileW8, kTileRows>(of[DL_W8]);
+    fill_tiles<TileQ4_0, kTileRows>(of[DL_Q4_0]);
+    fill_tiles<TileQ4_1, kTileRows>(of[DL_Q4_1]);
+    fill_tiles<TileQ8_0, kTileRows>(of[DL_Q8_0]);
+    fill_tiles<TileBF16, kTileRows>(of[DL_BF16]);
+  }
+};
+
+// Known when compiling: code that runs at load time must not use instructions the processor may lack.
+static constexpr TileTables tile_tables;
+
+static void linear(const WeightView& view, int64_t block0, int64_t block1, const Activations& x, int64_t row0,
+                   int64_t rows, float* out, int64_t out_stride, Epilogue epilogue) {
+  const LinearCall call{view, block0, block1, x, out, out_stride, epilogue};
+  const TileFunction* table = tile_tables.of[view.format];
+  // Tiles as even as can be: 16 rows go as 8 and 8, not as 12 and 4.
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  for (int64_t block = block0; block < block1; block++) {
+    for (int64_t t = 0; t < tiles; t++) {
+      const int64_t begin = rows * t / tiles, end = rows * (t + 1) / tiles;
+      table[end - begin](call, block, row0 + begin, out + begin * out_stride + (block - block0) * 16);
+    }
+  }
+}

@@ -1,0 +1,155 @@
+// The vectors of simd_avx512.hpp as two halves of AVX2.
+
+constexpr int kTileRows = 4;
+constexpr int kTilePairs = 2;
+constexpr int kTileVectors = 2;
+constexpr int kWideGroups = 2;
+
+struct F {
+  __m256 a, b;
+};
+struct I {
+  __m256i a, b;
+};
+using Acc4 = I;  // 16-bit sums: 8 products of nibble and int8 pairs stay below 2^15
+
+inline F fset(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F fzero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F fload(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void fstore(float* p, F x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+inline F fload_n(const float* p, int64_t n) {
+  alignas(32) float buffer[16] = {};
+  __builtin_memcpy(buffer, p, static_cast<size_t>(n) * 4);
+  return fload(buffer);
+}
+inline void fstore_n(float* p, F x, int64_t n) {
+  alignas(32) float buffer[16];
+  fstore(buffer, x);
+  __builtin_memcpy(p, buffer, static_cast<size_t>(n) * 4);
+}
+inline F fadd(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F fsub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F fmul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F fdiv(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline F fmax(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F fmin(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline F fabs(F x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline F fround(F x) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
+}
+inline F lanes_below(int64_t n) {
+  const __m256i count = _mm256_set1_epi32(static_cast<int32_t>(n));
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(count, lane)),
+          _mm256_castsi256_ps(_mm256_cmpgt_epi32(count, _mm256_add_epi32(lane, _mm256_set1_epi32(8))))};
+}
+inline F fkeep_n(F x, int64_t n, float fill) {
+  const F mask = lanes_below(n), other = fset(fill);
+  return {_mm256_blendv_ps(other.a, x.a, mask.a), _mm256_blendv_ps(other.b, x.b, mask.b)};
+}
+inline __m256 scale2(__m256 x, __m256 n) {
+  const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
+}
+// x * 2^n for integral n of at least -127; 2^-127 counts as zero.
+inline F fscale2(F x, F n) { return {scale2(x.a, n.a), scale2(x.b, n.b)}; }
+
+inline I iload(const void* p) {
+  const auto* q = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+inline I iset(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline I to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline int32_t isum(I x) {
+  const __m256i a = _mm256_add_epi32(x.a, x.b);
+  const __m128i b = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  const __m128i c = _mm_add_epi32(b, _mm_shuffle_epi32(b, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(c, _mm_shuffle_epi32(c, 0xb1)));
+}
+inline void istore8(int8_t* p, I x) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+inline I low_nibbles(I x) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+inline I high_nibbles(I x) { return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
+inline F fload_f16(const uint8_t* p) {
+  const auto* q = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+
+inline __m256i spread4(const int8_t* x) {
+  int32_t word;
+  __builtin_memcpy(&word, x, 4);
+  return _mm256_set1_epi32(word);
+}
+inline Acc4 zero4() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Acc4 dot4(Acc4 acc, I weights, const int8_t* x) {
+  const __m256i spread = spread4(x);
+  return {_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(weights.a, spread)),
+          _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(weights.b, spread))};
+}
+inline I finish4(Acc4 acc) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(acc.a, ones), _mm256_madd_epi16(acc.b, ones)};
+}
+// maddubs saturates on 8-bit weights plus 128, so the weights' sign moves to the activations and no offset is left.
+inline I start8(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline __m256i dot8_half(__m256i acc, __m256i biased, __m256i spread) {
+  const __m256i weights = _mm256_xor_si256(biased, _mm256_set1_epi8(-128));
+  const __m256i words = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(spread, weights));
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+}
+inline I dot8(I acc, I weights, const int8_t* x) {
+  const __m256i spread = spread4(x);
+  return {dot8_half(acc.a, weights.a, spread), dot8_half(acc.b, weights.b, spread)};
+}
+
+inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+struct Pair {
+  float even, odd;
+};
+inline __m256 dot_pair_half(__m256 acc, __m256i pairs, __m256 even, __m256 odd) {
+  const __m256 low = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+  const __m256 high = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int32_t>(0xffff0000u))));
+  return _mm256_fmadd_ps(high, odd, _mm256_fmadd_ps(low, even, acc));
+}
+inline F dot_pair(F acc, I pairs, const Pair* x) {
+  const __m256 even = _mm256_set1_ps(x->even), odd = _mm256_set1_ps(x->odd);
+  return {dot_pair_half(acc.a, pairs.a, even, odd), dot_pair_half(acc.b, pairs.b, even, odd)};
+}
+inline F store_pairs(Pair* p, F x) {
+  fstore(&p->even, x);
+  return x;
+}
+inline I drop_odd(I x) {
+  const __m256i mask = _mm256_set1_epi32(0xffff);
+  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+
+inline float fsum(F x) {
+  const __m256 a = _mm256_add_ps(x.a, x.b);
+  const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m128 c = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+inline float flargest(F x) {
+  const __m256 a = _mm256_max_ps(x.a, x.b);
+  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m128 c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+}

@@ -1,0 +1,189 @@
+"""One C call per forward pass: a llama-shaped decoder over packed weights, and how a batch crosses into C."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu_worker.forward_batch import AttentionMetadata, ForwardBatch
+from gpu_worker.kernels.kv_pool import NativeKVPool
+from gpu_worker.kernels.linear import PackedLinear
+from gpu_worker.kernels.native import BatchStruct, KernelError, LayerStruct, ModelStruct, NativeKernels, ThreadTeam, pointer
+
+_TABLES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_PACKED_TABLE = 3
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Sizes of a decoder; intermediate columns are padded to 64 in gate_up (see interleaved_width)."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    activation_group: int = 32  # inputs that share one activation scale: 32, or 64 (which W8 needs)
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def interleaved_width(self) -> int:
+        """Columns of gate_up: blocks of 16 of gate and up in turn, each padded to a multiple of 64."""
+        return -(-self.intermediate_size // 64) * 128
+
+
+@dataclass(frozen=True)
+class DecoderLayerWeights:
+    """Norms are float32; gate_up is packed with gate at column 0 and up at column 16, both with block_stride 2."""
+
+    qkv: PackedLinear
+    o: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    attn_norm: torch.Tensor  # [hidden]
+    mlp_norm: torch.Tensor  # [hidden]
+    q_norm: torch.Tensor | None = None  # [head_dim]
+    k_norm: torch.Tensor | None = None
+
+
+class NativeDecoder:
+    """Embedding, layers and final norm. Not for use by two threads at once."""
+
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        shape: DecoderShape,
+        embedding: torch.Tensor | PackedLinear,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layers: Sequence[DecoderLayerWeights],
+        final_norm: torch.Tensor,
+    ) -> None:
+        """embedding [vocab, hidden] float32, bfloat16 or float16, or a packed linear (a tied head);
+        cos and sin [positions, rotary_dim / 2] float32, halves of a head being rotated against each other.
+
+        Raises KernelError naming what does not fit.
+        """
+        self.shape = shape
+        self._kernels = kernels
+        h, d = shape.hidden_size, shape.head_dim
+        self._layers = (LayerStruct * len(layers))(
+            *(
+                LayerStruct(
+                    layer.qkv.handle.address,
+                    layer.o.handle.address,
+                    layer.gate_up.handle.address,
+                    layer.down.handle.address,
+                    pointer("attn_norm", layer.attn_norm, torch.float32, (h,)),
+                    pointer("mlp_norm", layer.mlp_norm, torch.float32, (h,)),
+                    None if layer.q_norm is None else pointer("q_norm", layer.q_norm, torch.float32, (d,)),
+                    None if layer.k_norm is None else pointer("k_norm", layer.k_norm, torch.float32, (d,)),
+                )
+                for layer in layers
+            )
+        )
+        if isinstance(embedding, PackedLinear):
+            vocab, table, address = embedding.out_features, _PACKED_TABLE, embedding.handle.address
+            if embedding.in_features != h:
+                raise KernelError(f"embedding: rows of {embedding.in_features}, expected {h}")
+        else:
+            if embedding.dtype not in _TABLES:
+                raise KernelError(f"embedding: {embedding.dtype}, expected one of {list(_TABLES)}")
+            vocab, table = embedding.shape[0], _TABLES[embedding.dtype]
+            address = pointer("embedding", embedding, embedding.dtype, (vocab, h))
+        struct = ModelStruct(
+            len(layers),
+            h,
+            shape.intermediate_size,
+            shape.num_heads,
+            shape.num_kv_heads,
+            d,
+            2 * cos.shape[1],
+            cos.shape[0],
+            vocab,
+            shape.rms_norm_eps,
+            d**-0.5,
+            shape.activation_group,
+            table,
+            address,
+            pointer("cos", cos, torch.float32, cos.shape),
+            pointer("sin", sin, torch.float32, cos.shape),
+            pointer("final_norm", final_norm, torch.float32, (h,)),
+            self._layers,
+        )
+        self._handle = kernels.create("dl_model_create", ctypes.byref(struct), int(kernels.isa))
+        # The C side keeps addresses only.
+        self._kept_alive: tuple[Any, ...] = (embedding, cos, sin, tuple(layers), final_norm)
+
+    def forward(self, batch: ForwardBatch, pool: NativeKVPool, team: ThreadTeam) -> torch.Tensor:
+        """Runs all layers over the batch's T rows and writes their KV; hidden [T, h] float32 after the final norm.
+
+        Raises KernelError for a batch that names tokens, positions or slots that do not exist.
+        """
+        metadata = batch.attention
+        if metadata.page_size != pool.page_size:
+            raise KernelError(f"page_size: {metadata.page_size} in the batch, {pool.page_size} in the pool")
+        num_rows, num_requests = batch.num_rows, metadata.num_requests
+        arrays = [
+            _int32("qo_indptr", metadata.qo_indptr, num_requests + 1),
+            _int32("kv_lens", metadata.kv_lens, num_requests),
+            _int32("page_indptr", metadata.page_indptr, num_requests + 1),
+            _int32("page_indices", metadata.page_indices, len(metadata.page_indices)),
+            *_ancestor_lists(metadata),
+        ]
+        if int(arrays[0][-1]) != num_rows or int(arrays[2][-1]) > len(arrays[3]):
+            raise KernelError(
+                f"qo_indptr and page_indptr: end at {arrays[0][-1]} and {arrays[2][-1]}, there are {num_rows} rows"
+                f" and {len(arrays[3])} pages"
+            )
+        names = ("input_ids", "positions", "out_slots")
+        tensors = [getattr(batch, name).contiguous() for name in names]
+        rows = [
+            pointer(name, tensor, torch.int64, (num_rows,)) for name, tensor in zip(names, tensors, strict=True)
+        ]
+        addresses = [array.ctypes.data for array in arrays] + [None] * (6 - len(arrays))
+        struct = BatchStruct(num_requests, metadata.page_size, *rows, *addresses)
+        hidden = torch.empty(num_rows, self.shape.hidden_size)
+        self._kernels.call(
+            "dl_model_forward",
+            self._handle.address,
+            team.handle.address,
+            pool.handle.address,
+            ctypes.byref(struct),
+            hidden.data_ptr(),
+        )
+        return hidden
+
+
+def _int32(name: str, array: np.ndarray, length: int) -> np.ndarray:
+    if array.shape != (length,):
+        raise KernelError(f"{name}: {list(array.shape)}, expected [{length}]")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _ancestor_lists(metadata: AttentionMetadata) -> list[np.ndarray]:
+    """[] without trees; else tree_indptr [T + 1] and, per row of a tree, its ancestors and itself, ascending."""
+    if all(mask is None for mask in metadata.tree_masks):
+        return []
+    counts = np.zeros(int(metadata.qo_indptr[-1]) + 1, dtype=np.int32)
+    lists = []
+    for b, mask in enumerate(metadata.tree_masks):
+        if mask is None:
+            continue
+        begin, end = int(metadata.qo_indptr[b]), int(metadata.qo_indptr[b + 1])
+        visible = mask.cpu().numpy()
+        if visible.shape != (end - begin, end - begin):
+            raise KernelError(f"tree_masks[{b}]: {list(visible.shape)}, expected {[end - begin] * 2}")
+        counts[begin + 1 : end + 1] = visible.sum(axis=1)
+        lists.append(np.nonzero(visible)[1])
+    ancestors = np.concatenate(lists).astype(np.int32)
+    return [np.cumsum(counts, dtype=np.int32), ancestors]
