@@ -1,7 +1,7 @@
 """Measures the README's table of speed: every dtype, off against each drafter, alone and in a batch.
 
-Starts `draftline-server` for one dtype after the other on a free port and drives it with draftline.bench, whose
-speculation settings take turns so that each speedup compares runs of the same minutes.
+Starts `draftline-server` for one dtype after the other on a free port and drives it with draftline.bench,
+whose speculation settings take turns so that each speedup compares runs of the same minutes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import typer
 from draftline.bench.report import report_object, summaries
 from draftline.bench.runner import BenchResult, Observer, run_bench
 from draftline.bench.settings import BenchSettings
+from draftline.bench.workload import WorkloadError
+from draftline.errors import DraftlineError
 
 COLUMNS = (
     "dtype",
@@ -142,4 +144,7 @@ def _cell(value: float | None, digits: int, factor: float = 1) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(measure)
+    try:
+        typer.run(measure)
+    except (DraftlineError, ServerFailedError, WorkloadError) as error:
+        sys.exit(f"error: {error}")

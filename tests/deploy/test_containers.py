@@ -157,3 +157,11 @@ def test_the_build_context_holds_what_the_wheel_needs():
         allowed = {line[1:].split("/")[0] for line in lines if line.startswith("!")}
         assert lines.index("*") < min(lines.index(line) for line in lines if line.startswith("!"))
         assert needed <= allowed
+
+
+def test_the_worker_s_wheel_is_built_where_there_is_a_compiler():
+    """Without one the wheel has no CPU kernels; and kernels of this machine must not slip in instead."""
+    text = (DEPLOY / "Dockerfile.worker").read_text(encoding="utf-8")
+    build = re.search(r"^FROM (\S+) AS build$", text, re.MULTILINE)[1]
+    assert not build.endswith("-slim")
+    assert "**/*.so" in (DEPLOY / "Dockerfile.worker.dockerignore").read_text(encoding="utf-8").splitlines()
