@@ -1,7 +1,7 @@
-"""What `make demo` shows: the whole service on the CPU, one streamed chat answer with its speculation statistics.
+"""What `make demo` shows: the whole service on the CPU, one streamed answer with its speculation statistics.
 
-Starts `draftline-server` with the embedded model on a free port, asks one question through the `draftline` command,
-prints what the service says of itself, and stops it cleanly.
+Starts `draftline-server` with the embedded model on a free port, asks one question through the `draftline`
+command, prints what the service says of itself, and stops it cleanly.
 """
 
 from __future__ import annotations
@@ -36,7 +36,17 @@ def main() -> int:
         print(f"{ready}   ({time.perf_counter() - started:.1f} s)\n", flush=True)
         address = dict(field.split("=", 1) for field in ready.split()[1:])["listen"]
         draftline = [commands / "draftline"]
-        answer = ["generate", "--server", address, "--chat", QUESTION, "--max-tokens", "128", "--temperature", "0"]
+        answer = [
+            "generate",
+            "--server",
+            address,
+            "--chat",
+            QUESTION,
+            "--max-tokens",
+            "128",
+            "--temperature",
+            "0",
+        ]
         print(f"> {QUESTION}\n", flush=True)
         code = subprocess.call([*draftline, *answer, "--show-drafts"])
         print(flush=True)
