@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_worker.attention.cpu import PagedAttention
+from gpu_worker.attention.cpu import CPUAttention
 from gpu_worker.config import WorkerConfig
 from gpu_worker.drafting.base import Drafter
 from gpu_worker.drafting.draft_model import DraftModelDrafter
@@ -59,7 +59,7 @@ def build_engine(config: WorkerConfig) -> Engine:
     pool_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     models = [model for model in (target, draft) if model is not None]
     num_pages = config.num_pages or _fitting_pages(config, models, max_context, pool_dtype, device)
-    attention = PagedAttention()
+    attention = CPUAttention()
     table = RequestTable(config.max_running_requests, max_context, config.page_size, device)
     sampler = Sampler(config.max_running_requests, target.config.vocab_size, device)
     drafters: dict[SpeculationMethod, Drafter] = {}
@@ -72,11 +72,19 @@ def build_engine(config: WorkerConfig) -> Engine:
             assert draft is not None, "checked by the command line"
             pool = _pool(draft, config, num_pages, pool_dtype, device)
             drafters[method] = DraftModelDrafter(
-                draft, pool, PagedAttention(), sampler, table, config.max_batched_tokens
+                draft,
+                pool,
+                CPUAttention(),
+                sampler,
+                table,
+                target.config.vocab_size,
+                config.max_batched_tokens,
             )
             path, limit = config.draft_model, draft.config.max_position_embeddings
         drafter_facts.append(DrafterFacts(int(method), path, config.num_draft_tokens, limit))
-    runner = ModelRunner(target, _pool(target, config, num_pages, pool_dtype, device), attention, sampler, table, drafters)
+    runner = ModelRunner(
+        target, _pool(target, config, num_pages, pool_dtype, device), attention, sampler, table, drafters
+    )
     facts = build_facts(
         source,
         target.config,
@@ -128,11 +136,15 @@ def _load_draft(
 def _max_context(config: WorkerConfig, target: CausalLM) -> int:
     limit = target.config.max_position_embeddings
     if config.max_context_tokens > limit:
-        raise ModelError(f"max_context_tokens: {config.max_context_tokens} is above the model's limit {limit}")
+        raise ModelError(
+            f"max_context_tokens: {config.max_context_tokens} is above the model's limit {limit}"
+        )
     return config.max_context_tokens or limit
 
 
-def _pool(model: CausalLM, config: WorkerConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> KVPool:
+def _pool(
+    model: CausalLM, config: WorkerConfig, num_pages: int, dtype: torch.dtype, device: torch.device
+) -> KVPool:
     c = model.config
     return KVPool(model.num_layers, num_pages, config.page_size, c.num_kv_heads, c.head_dim, dtype, device)
 

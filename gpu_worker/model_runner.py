@@ -101,7 +101,9 @@ class ModelRunner:
                 roots = [int(self._table.known(row.slot)[-1]) for row in rows]
                 tree = chain_tree(roots, [[] for _ in rows], self._table.device)
             else:
-                tree = self._drafters[method].propose([DraftRequest(r.slot, r.num_draft_tokens) for r in rows])
+                tree = self._drafters[method].propose(
+                    [DraftRequest(r.slot, r.num_draft_tokens) for r in rows]
+                )
             for position, r in enumerate(members):
                 order[r] = (len(trees), position)
             trees.append(tree)
@@ -120,7 +122,8 @@ class ModelRunner:
         prompt_logprobs = {
             i: logprobs
             for i, row in enumerate(step.rows)
-            if (logprobs := self._prompt_logprobs(row, hidden, int(ends[i]) - sequences[i].num_rows)) is not None
+            if (logprobs := self._prompt_logprobs(row, hidden, int(ends[i]) - sequences[i].num_rows))
+            is not None
         }
         if not step.sampling:
             return None, prompt_logprobs
@@ -233,7 +236,9 @@ class ModelRunner:
 
     def _catch_up(self, step: _Step, progress: list[TargetProgress]) -> None:
         for method, drafter in self._drafters.items():
-            rows = [(row, done) for row, done in zip(step.rows, progress, strict=True) if row.method is method]
+            rows = [
+                (row, done) for row, done in zip(step.rows, progress, strict=True) if row.method is method
+            ]
             prefilled = [done for row, done in rows if row.num_query > 1 or not row.samples]
             verified = [done for row, done in rows if row.num_query == 1 and row.samples]
             if prefilled:

@@ -24,7 +24,9 @@ class RequestTable:
         self.page_size = page_size
         self.max_pages = -(-(max_context_tokens + 1) // page_size)
         self.device = device
-        self.tokens: Int64Array = np.zeros((num_slots, max_context_tokens + 1), dtype=np.int64)  # host [S, L + 1]
+        self.tokens: Int64Array = np.zeros(
+            (num_slots, max_context_tokens + 1), dtype=np.int64
+        )  # host [S, L + 1]
         self.pages: Int64Array = np.zeros((num_slots, self.max_pages), dtype=np.int64)  # host [S, P]
         self.num_pages: Int64Array = np.zeros(num_slots, dtype=np.int64)
         self.num_tokens: Int64Array = np.zeros(num_slots, dtype=np.int64)  # known tokens, prompt + generated
@@ -32,8 +34,12 @@ class RequestTable:
         self.epochs: Int64Array = np.full(num_slots, -1, dtype=np.int64)
         self.sampling: list[SamplingRecord] = [SamplingRecord()] * num_slots
         self._shared = device.type == "cpu"
-        self.device_tokens = torch.from_numpy(self.tokens) if self._shared else torch.from_numpy(self.tokens).to(device)
-        self.device_pages = torch.from_numpy(self.pages) if self._shared else torch.from_numpy(self.pages).to(device)
+        self.device_tokens = (
+            torch.from_numpy(self.tokens) if self._shared else torch.from_numpy(self.tokens).to(device)
+        )
+        self.device_pages = (
+            torch.from_numpy(self.pages) if self._shared else torch.from_numpy(self.pages).to(device)
+        )
 
     def admit(self, admission: Admission) -> None:
         """Gives the slot to a new sequence (or to one that was preempted) with all of its tokens so far."""
@@ -53,7 +59,9 @@ class RequestTable:
         self.tokens[slot, start:stop] = token_ids
         self.num_tokens[slot] = stop
         if not self._shared:
-            self.device_tokens[slot, start:stop] = torch.from_numpy(self.tokens[slot, start:stop]).to(self.device)
+            self.device_tokens[slot, start:stop] = torch.from_numpy(self.tokens[slot, start:stop]).to(
+                self.device
+            )
 
     def set_pages(self, update: PageUpdate) -> None:
         """Takes over new logical pages of a slot."""
@@ -81,4 +89,6 @@ class RequestTable:
 
     def kv_slots(self, slot: int, positions: torch.Tensor) -> torch.Tensor:
         """Pool slots (page * page_size + offset) of a sequence's token positions [T] (int64, on the device)."""
-        return self.device_pages[slot, positions // self.page_size] * self.page_size + positions % self.page_size
+        return (
+            self.device_pages[slot, positions // self.page_size] * self.page_size + positions % self.page_size
+        )

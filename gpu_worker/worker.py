@@ -18,6 +18,7 @@ import torch
 import typer
 import zmq
 
+from gpu_worker import logs
 from gpu_worker.config import WorkerConfig
 from gpu_worker.engine import Engine, build_engine
 from gpu_worker.errors import WorkerError
@@ -53,13 +54,14 @@ class Worker:
     def run(self) -> None:
         """Handshake, then plans until Shutdown (or stop). Raises WorkerError when the scheduler refuses."""
         welcome = self._shake_hands()
-        plans = ChannelReader.attach(welcome.plan_ring, self._config.rank, welcome.plan_doorbell, self._context)
+        plans = ChannelReader.attach(
+            welcome.plan_ring, self._config.rank, welcome.plan_doorbell, self._context
+        )
         results = None
         if self._config.rank == 0:
             results = ChannelWriter.attach(welcome.result_ring, welcome.result_doorbell, self._context)
         heartbeat = HeartbeatWriter.attach(welcome.heartbeat, self._config.rank)
         try:
-            heartbeat.start()
             self._control.send(control.encode(control.WorkerAttached(self._config.rank)))
             log.info("worker attached", rank=self._config.rank, num_pages=self._engine.num_pages)
             self._serve(plans, results, heartbeat)
@@ -101,10 +103,13 @@ class Worker:
         poller = zmq.Poller()
         poller.register(self._control, zmq.POLLIN)
         poller.register(plans.socket, zmq.POLLIN)
+        num_steps = 0
         while not self._stopping:
+            # also after a wait that timed out: a doorbell may be lost, a message never is
             for data in plans.drain():
                 self._engine.runner.execute(decode_plan(data), publish)
-                heartbeat.beat()
+                num_steps += 1
+                heartbeat.beat(num_steps)
             ready = dict(poller.poll(1000))
             if self._control in ready:
                 message = control.decode_scheduler_message(self._control.recv())
@@ -134,7 +139,9 @@ def load_worker_config(path: Path, runtime_dir: Path, rank: int) -> WorkerConfig
     values |= {"control_address": f"ipc://{runtime_dir}/control.sock", "rank": rank}
     try:
         methods = values.get("speculation", [])
-        labels = [SpeculationMethod.from_label(m) if isinstance(m, str) else SpeculationMethod(m) for m in methods]
+        labels = [
+            SpeculationMethod.from_label(m) if isinstance(m, str) else SpeculationMethod(m) for m in methods
+        ]
         values["speculation"] = [method for method in labels if method is not SpeculationMethod.DISABLED]
         return msgspec.convert(values, WorkerConfig)
     except (msgspec.ValidationError, ValueError) as error:
@@ -142,6 +149,7 @@ def load_worker_config(path: Path, runtime_dir: Path, rank: int) -> WorkerConfig
 
 
 def _serve(config: WorkerConfig) -> None:
+    logs.configure(f"worker-{config.rank}", config.log_level)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     engine = build_engine(config)
@@ -164,7 +172,9 @@ def _serve(config: WorkerConfig) -> None:
 
 
 def _command(
-    config: Annotated[Path, typer.Option("--config", "--config-json", help="The service's settings (TOML or JSON).")],
+    config: Annotated[
+        Path, typer.Option("--config", "--config-json", help="The service's settings (TOML or JSON).")
+    ],
     runtime_dir: Annotated[Path, typer.Option(help="Where the scheduler's sockets live.")],
     rank: Annotated[int, typer.Option(help="This worker's rank.")] = 0,
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import gpu_worker  # noqa: F401 - sets how OpenMP waits before any test loads torch
 from tests.models import make_tiny_llama
 
 

@@ -153,7 +153,9 @@ class DraftModelDrafter:
                 ready.append((row.slot, end - 1))
         if not ready:
             return
-        logits = self._model.compute_logits(hidden[torch.tensor([end for _, end in ready], device=hidden.device)])
+        logits = self._model.compute_logits(
+            hidden[torch.tensor([end for _, end in ready], device=hidden.device)]
+        )
         slots = [slot for slot, _ in ready]
         positions = [int(self._table.num_tokens[slot]) for slot in slots]
         tokens, q = self._sampler.propose(logits, slots, positions, [[] for _ in slots])

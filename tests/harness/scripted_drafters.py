@@ -117,5 +117,8 @@ class ScriptedDrafter:
                 parent = len(tokens) - 1
             indptr.append(len(tokens))
         return DraftTree(
-            np.array(indptr, dtype=np.int32), torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths)
+            np.array(indptr, dtype=np.int32),
+            torch.tensor(tokens),
+            torch.tensor(parents),
+            torch.tensor(depths),
         )
