@@ -59,7 +59,7 @@ def build_engine(config: WorkerConfig) -> Engine:
     pool_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     models = [model for model in (target, draft) if model is not None]
     num_pages = config.num_pages or _fitting_pages(config, models, max_context, pool_dtype, device)
-    attention = CPUAttention()
+    attention = CPUAttention(device)
     table = RequestTable(config.max_running_requests, max_context, config.page_size, device)
     sampler = Sampler(config.max_running_requests, target.config.vocab_size, device)
     drafters: dict[SpeculationMethod, Drafter] = {}
@@ -74,7 +74,7 @@ def build_engine(config: WorkerConfig) -> Engine:
             drafters[method] = DraftModelDrafter(
                 draft,
                 pool,
-                CPUAttention(),
+                CPUAttention(device),
                 sampler,
                 table,
                 target.config.vocab_size,

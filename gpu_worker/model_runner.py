@@ -1,4 +1,4 @@
-"""One step on a rank: apply the plan's deltas, draft, verify, accept, publish, catch up. Decides nothing about who runs."""
+"""One step on a rank: apply the plan's deltas, draft, verify, accept, publish, catch up; who runs is the plan's."""
 
 from __future__ import annotations
 

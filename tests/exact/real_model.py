@@ -1,0 +1,239 @@
+"""Losslessness on the embedded model and real prompts: ids with speculation against ids without.
+
+    python -m tests.exact.real_model --prompts FILE.jsonl --limit 40 --dtype float32 --dtype bfloat16 --dtype int8
+    python -m tests.exact.real_model --prompts FILE.jsonl --seeded 200
+
+float32 greedy ids are compared with transformers' own greedy decoding; lower precisions with their own ids without
+speculation, one request at a time. Rows of the file are {"turns": [...]} (the first turn is asked as a chat) or
+{"prompt": ...}. A difference is excused only by a near tie of the best two (noised) logits where it begins; all are
+listed. Exit code 1 if any is not excused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from gpu_worker.models.base import CausalLM
+from gpu_worker.sampling.random import gumbel_noise
+from gpu_worker.weights.loader import load_model
+from gpu_worker.weights.resolve import resolve_model
+from gpu_worker.weights.tokenizer_export import export_tokenizer
+from scheduler_svc.messages import Sampling, Stopping
+from shared_mem.enums import SpeculationMethod
+from tests.exact.transformers_reference import greedy, load_reference, next_logits
+from tests.gpu_worker.forwarding import prompt_logits
+from tests.harness.engine import GREEDY, InProcessEngine
+
+METHODS = (SpeculationMethod.DISABLED, SpeculationMethod.NGRAM, SpeculationMethod.DRAFT_MODEL)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a variant leaves its reference, and how close the two candidates were."""
+
+    variant: str
+    prompt: int
+    position: int  # generated tokens before it
+    gap: float
+
+    def __str__(self) -> str:
+        return f"  {self.variant}: prompt {self.prompt}, token {self.position}, gap {self.gap:.2e}"
+
+
+def read_prompts(path: Path, limit: int) -> list[list[int]]:
+    """Token ids of the first `limit` prompts that fit 1,500 tokens, spread over the file."""
+    directory = export_tokenizer(resolve_model(""))
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    template = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = rows[:: max(1, len(rows) // limit)]
+    prompts = []
+    for row in rows:
+        text = (
+            row.get("prompt")
+            or render_jinja_template(
+                conversations=[[{"role": "user", "content": row["turns"][0]}]],
+                chat_template=template,
+                add_generation_prompt=True,
+            )[0][0]
+        )
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if len(ids) <= 1500:
+            prompts.append(ids)
+    return prompts[:limit]
+
+
+def make_engine(target: CausalLM, num_draft_layers: int, **settings: int) -> InProcessEngine:
+    """n-gram and a draft model (the target's first layers) loaded beside the target."""
+    defaults = {"page_size": 16, "num_pages": 2200, "max_batched_tokens": 512, "max_context_tokens": 2048}
+    return InProcessEngine(
+        target,
+        ngram=True,
+        draft=target.truncated(num_draft_layers),
+        eos_token_ids=target.config.eos_token_ids,
+        **(defaults | settings),  # type: ignore[arg-type]
+    )
+
+
+class Checker:
+    """Runs variants against reference ids and collects the differences."""
+
+    def __init__(
+        self, target: CausalLM, prompts: list[list[int]], max_tokens: int, reference_model: object
+    ) -> None:
+        self.target = target
+        self.prompts = prompts
+        self.max_tokens = max_tokens
+        self.reference_model = reference_model
+        self.differences: list[Difference] = []
+        self.num_compared = 0
+
+    def run(
+        self,
+        engine: InProcessEngine,
+        method: SpeculationMethod,
+        together: int,
+        samplings: Sequence[Sampling] | None = None,
+    ) -> list[list[int]]:
+        """Generated ids of all prompts, `together` at a time."""
+        samplings = samplings or [GREEDY] * len(self.prompts)
+        ids: list[list[int]] = []
+        for start in range(0, len(self.prompts), together):
+            group = range(start, min(start + together, len(self.prompts)))
+            requests = [
+                engine.submit(
+                    self.prompts[i], stopping=Stopping(self.max_tokens), method=method, sampling=samplings[i]
+                )
+                for i in group
+            ]
+            outputs = engine.run()
+            ids += [outputs[request, 0].token_ids for request in requests]
+        return ids
+
+    def compare(
+        self,
+        variant: str,
+        ids: list[list[int]],
+        reference: list[list[int]],
+        samplings: Sequence[Sampling] | None = None,
+    ) -> None:
+        """Notes every prompt whose ids differ from the reference's."""
+        for i, (got, expected) in enumerate(zip(ids, reference, strict=True)):
+            self.num_compared += 1
+            if got != expected:
+                position = next(
+                    (k for k, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b),
+                    min(len(got), len(expected)),
+                )
+                sampling = samplings[i] if samplings else GREEDY
+                self.differences.append(
+                    Difference(variant, i, position, self._gap(i, expected[:position], sampling))
+                )
+
+    def _gap(self, prompt: int, generated: list[int], sampling: Sampling) -> float:
+        tokens = [*self.prompts[prompt], *generated]
+        if self.target.precision == "float32":
+            logits = next_logits(self.reference_model, tokens)  # type: ignore[arg-type]
+        else:  # the tie is in the numbers of the model that decoded
+            logits = prompt_logits(self.target, tokens)[-1]
+        if sampling.temperature > 0:
+            noise = gumbel_noise(torch.tensor([sampling.seed]), torch.tensor([len(tokens)]), len(logits))[0]
+            logits = torch.log_softmax(logits / sampling.temperature, 0) + noise
+        best = torch.topk(logits, 2).values
+        return float(best[0] - best[1])
+
+
+def check_greedy(checker: Checker, dtype: str, num_draft_layers: int) -> list[list[int]]:
+    """Every method alone and 16 at a time, with preemption forced, and with a warm prefix cache."""
+    started = time.perf_counter()
+    if dtype == "float32":
+        reference = [
+            greedy(checker.reference_model, prompt, checker.max_tokens)  # type: ignore[arg-type]
+            for prompt in checker.prompts
+        ]
+        print(f"  transformers' greedy ids after {time.perf_counter() - started:.0f} s", flush=True)
+    else:
+        engine = make_engine(checker.target, num_draft_layers)
+        reference = checker.run(engine, SpeculationMethod.DISABLED, 1)
+    for method in METHODS:
+        for together in (1, 16):
+            engine = make_engine(checker.target, num_draft_layers)
+            checker.compare(f"{method.label} x{together}", checker.run(engine, method, together), reference)
+            print(f"  {method.label} x{together} after {time.perf_counter() - started:.0f} s", flush=True)
+        checker.compare(f"{method.label} x16, warm prefix", checker.run(engine, method, 16), reference)
+        longest = max(map(len, checker.prompts)) + checker.max_tokens
+        small = make_engine(checker.target, num_draft_layers, num_pages=-(-longest // 16) + 30)
+        checker.compare(f"{method.label} x16, small pool", checker.run(small, method, 16), reference)
+        print(
+            f"  {method.label}: warm and small pool ({small.scheduler.counters.num_preemptions} preemptions) "
+            f"after {time.perf_counter() - started:.0f} s",
+            flush=True,
+        )
+    return reference
+
+
+def check_seeded(checker: Checker, num_draft_layers: int) -> None:
+    """Seeded sampling at temperature 1: every method, alone and 16 at a time, against speculation off alone."""
+    samplings = [Sampling(1.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0, 1000 + i) for i in range(len(checker.prompts))]
+    started = time.perf_counter()
+    reference = None
+    for method in METHODS:
+        for together in (1, 16):
+            engine = make_engine(checker.target, num_draft_layers)
+            ids = checker.run(engine, method, together, samplings)
+            reference = reference or ids
+            checker.compare(f"seeded {method.label} x{together}", ids, reference, samplings)
+            print(
+                f"  seeded {method.label} x{together} after {time.perf_counter() - started:.0f} s", flush=True
+            )
+
+
+def main() -> int:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--limit", type=int, default=40)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16", "int8"])
+    parser.add_argument("--seeded", type=int, default=0, help="this many seeded float32 requests instead")
+    parser.add_argument("--draft-layers", type=int, default=6)
+    options = parser.parse_args()
+    reference_model = load_reference()
+    failed = False
+    for dtype in ["float32"] if options.seeded else options.dtype or ["float32"]:
+        target = load_model(resolve_model(""), dtype, torch.device("cpu"))
+        prompts = read_prompts(options.prompts, options.limit)
+        if options.seeded:
+            prompts = [prompts[i % len(prompts)] for i in range(options.seeded)]
+        checker = Checker(target, prompts, options.max_tokens, reference_model)
+        print(f"{dtype}: {len(prompts)} prompts, up to {options.max_tokens} tokens", flush=True)
+        if options.seeded:
+            check_seeded(checker, options.draft_layers)
+        else:
+            check_greedy(checker, dtype, options.draft_layers)
+        allowed_gap = 1e-3 if dtype == "float32" else 0.1
+        unexcused = [d for d in checker.differences if d.gap > allowed_gap]
+        print(
+            f"{dtype}: {checker.num_compared} texts compared, {len(checker.differences)} differ, "
+            f"{len(unexcused)} of them at a gap above {allowed_gap}"
+        )
+        for difference in checker.differences:
+            print(difference)
+        failed = failed or bool(unexcused)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
