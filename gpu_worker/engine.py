@@ -77,7 +77,6 @@ def build_engine(config: WorkerConfig) -> Engine:
                 CPUAttention(device),
                 sampler,
                 table,
-                target.config.vocab_size,
                 config.max_batched_tokens,
             )
             path, limit = config.draft_model, draft.config.max_position_embeddings
