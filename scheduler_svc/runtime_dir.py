@@ -33,11 +33,11 @@ def runtime_dir(wished: str, role: str) -> Iterator[Path]:
             path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_short_temporary_directory()))
         else:
             path = Path(wished).absolute()
+            if len(os.fsencode(path)) + len(_LONGEST_SOCKET) > _MAX_SOCKET_PATH_BYTES:
+                raise StartupError(f"runtime_dir: {path} is too long: a socket's path has at most 107 bytes")
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise StartupError(f"runtime_dir: {wished or tempfile.gettempdir()}: {error.strerror}") from error
-    if len(os.fsencode(path)) + len(_LONGEST_SOCKET) > _MAX_SOCKET_PATH_BYTES:
-        raise StartupError(f"runtime_dir: {path} is too long for sockets in it (107 bytes with their names)")
     before = set(path.iterdir())
     lock = _lock(path, role)
     try:

@@ -40,8 +40,8 @@ class ReadyReport(msgspec.Struct, frozen=True):
 class Supervisor:
     """Runs parts until a signal comes or one of them ends. Use once, from a process's main thread.
 
-    Parts are started all at once and stopped one after the other, in the order given. They live in sessions of
-    their own, so that Ctrl-C reaches this process alone, and die with it (scheduler_svc/child.py).
+    Parts are started all at once and stopped one after the other, in the order given. They live in sessions
+    of their own, so that Ctrl-C reaches this process alone, and die with it (scheduler_svc/child.py).
     """
 
     def __init__(self, parts: Sequence[Part], on_ready: Callable[[ReadyReport], None]) -> None:

@@ -21,6 +21,7 @@ from scheduler_svc.frontend.text_stream import TextStream
 from scheduler_svc.metrics import FrontendMetrics
 
 _MAX_ABORT_IDS = 10_000
+_MAX_DETOKENIZE_IDS = 1_000_000
 
 
 class GenerationServicer:
@@ -83,6 +84,10 @@ class GenerationServicer:
         """The text of ids."""
         served = self._state.require_model()
         check_model(request.model, served.model)
+        if len(request.token_ids) > _MAX_DETOKENIZE_IDS:
+            raise InvalidFieldError(
+                "token_ids", f"{len(request.token_ids)} ids are above {_MAX_DETOKENIZE_IDS}"
+            )
         ids = checks.token_ids("token_ids", request.token_ids, served.model.vocab_size)
         text = await asyncio.to_thread(
             served.tokenizer.decode, list(ids), special_tokens=request.special_tokens

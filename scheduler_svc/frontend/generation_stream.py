@@ -83,8 +83,8 @@ class GenerationStream:
 
     def on_event(self, event: TokenEvent) -> None:
         """Turns one event into items at once, so that a stop string ends the work even if nobody reads."""
-        sample = self._samples[event.index]
         try:
+            sample = self._samples[event.index]
             items = sample.accept(event, time.time())
         except Exception as error:  # a bug: it must end this stream alone
             self.fail(error)

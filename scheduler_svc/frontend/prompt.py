@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from draftline.v1 import generation_pb2
-from google.protobuf import json_format
+from google.protobuf import struct_pb2
 
 from scheduler_svc.errors import InvalidFieldError
 from scheduler_svc.frontend import checks
@@ -70,25 +70,26 @@ def _render(chat: generation_pb2.ChatPrompt, tokenizer: ServedTokenizer, field: 
 
 
 def _variables(chat: generation_pb2.ChatPrompt, field: str) -> dict[str, Any]:
-    try:
-        variables = _whole_numbers(json_format.MessageToDict(chat.template_variables))
-    except (json_format.Error, ValueError) as error:  # NaN, infinities, values of no kind
-        raise InvalidFieldError(field, str(error)) from error
-    for name in variables:
+    for name in chat.template_variables.fields:
         if name in _RESERVED_VARIABLES:
             raise InvalidFieldError(f"{field}.{name}", "the name is the template's own")
-    result: dict[str, Any] = variables
-    return result
+    return {name: _plain(value, f"{field}.{name}") for name, value in chat.template_variables.fields.items()}
 
 
-def _whole_numbers(value: Any) -> Any:
-    """Struct knows doubles only; a template that counts with 2.0 where it was given 2 would print `2.0`."""
-    if isinstance(value, dict):
-        return {key: _whole_numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_whole_numbers(item) for item in value]
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(f"{value} is not a number of JSON")
-        return int(value) if value.is_integer() else value
-    return value
+def _plain(value: struct_pb2.Value, field: str) -> Any:
+    """A Struct's value as Python has it; whole numbers as int, so that a template prints 2 as `2`, not `2.0`."""
+    kind = value.WhichOneof("kind")
+    if kind is None:
+        raise InvalidFieldError(field, "has no value")
+    if kind == "null_value":
+        return None
+    if kind == "struct_value":
+        return {name: _plain(item, f"{field}.{name}") for name, item in value.struct_value.fields.items()}
+    if kind == "list_value":
+        return [_plain(item, f"{field}[{index}]") for index, item in enumerate(value.list_value.values)]
+    if kind == "number_value":
+        number = value.number_value
+        if not math.isfinite(number):
+            raise InvalidFieldError(field, f"{number} is not a finite number")
+        return int(number) if number.is_integer() else number
+    return getattr(value, kind)

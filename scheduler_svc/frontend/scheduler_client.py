@@ -37,6 +37,7 @@ from scheduler_svc.messages import (
 
 _REPLY_TIMEOUT_SECONDS = 5.0
 _MAX_RECENT_CANCELS = 4096
+_LINGER_MS = 200  # for the last cancels to go out
 
 log = structlog.get_logger()
 
@@ -63,6 +64,7 @@ class SchedulerClient:
         self._on_status = on_status
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
+        self._monitor: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._streams: dict[str, EventSink] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
@@ -72,27 +74,31 @@ class SchedulerClient:
 
     def start(self) -> None:
         """Connects, now or as soon as the scheduler is there, and again whenever it comes back."""
-        self._socket.setsockopt(zmq.LINGER, 200)
         # Events wait in streams, which merge them; here a limit would lose them.
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(
-            zmq.IMMEDIATE, 1
-        )  # without a scheduler a send fails instead of waiting for one
+        # Without a scheduler a send fails at once instead of waiting for one.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch(monitor))]
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor = self._socket.get_monitor_socket(events)
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch(self._monitor))]
         self._socket.connect(self._address)
 
     async def close(self) -> None:
-        """Ends the tasks and the socket; streams still open get nothing any more."""
+        """Ends the tasks and the socket; streams still open get nothing any more. May be called again."""
+        if self._socket.closed:
+            return
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        self._socket.disable_monitor()
-        self._context.destroy(linger=200)
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close()
+        self._socket.close(linger=_LINGER_MS)
+        self._context.term()
 
     async def submit(self, submit: Submit, stream: EventSink) -> None:
         """Sends a request whose events then go to `stream`, until `release`.

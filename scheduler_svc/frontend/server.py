@@ -123,7 +123,7 @@ class FrontendServer:
         await self.stop(_STOP_GRACE_SECONDS)
 
     async def stop(self, grace_seconds: float | None = None) -> None:
-        """Closes everything; calls still open after the grace are cut."""
+        """Closes everything; calls still open after the grace are cut. May be called again."""
         await self._server.stop(grace_seconds)
         if self._state_task is not None:
             self._state_task.cancel()
@@ -132,6 +132,7 @@ class FrontendServer:
         await self._scheduler.close()
         if self._stop_metrics is not None:
             await asyncio.to_thread(self._stop_metrics)
+            self._stop_metrics = None
 
     def _load_for_scrape(self, loop: asyncio.AbstractEventLoop) -> LoadReply | None:
         """In the metrics thread: the scheduler's load, or None when it does not answer."""

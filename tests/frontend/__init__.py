@@ -1,0 +1,1 @@
+"""Frontend and launcher, against a scripted scheduler: no torch, no model."""
