@@ -104,6 +104,9 @@ def main() -> None:
     prefills = [int(n) for n in options.prefill.split(",") if n]
     most = max([*(rows * (options.context + 16) for rows in rows_list), *prefills]) + 64
     pool = next(iter(models.values())).new_pool(-(-most // PAGE_SIZE), PAGE_SIZE)
+    slots = torch.arange(pool.num_pages * PAGE_SIZE)
+    for layer in range(config.num_layers):  # untouched memory would be one page of zeros, always in the cache
+        pool.write(layer, slots, *torch.randn(2, len(slots), config.num_kv_heads, config.head_dim))
 
     print(f"ms per step at context {options.context}: forward + argmax of all rows; (of it forward), GB/s of weights")
     for rows in rows_list:

@@ -39,9 +39,12 @@ LayerAttention::LayerAttention(const AttentionPlan& plan, const Kernels& kernels
       padded_(pool.padded),
       queries_(queries),
       partials_(partials),
-      out_(out) {}
+      out_(out),
+      aligned_(aligned(num_heads, pool)) {}
 
-void LayerAttention::run(const AttentionItem& item, AttentionScratch& scratch) const {
+void LayerAttention::run(int64_t index, int64_t likely_next, AttentionScratch& scratch, const Activations& to) const {
+  const auto& items = plan_.items();
+  const AttentionItem& item = items[static_cast<size_t>(index)];
   const RowTile& tile = plan_.tile(item.tile);
   AttentionBlock call;
   call.head_dim = pool_.head_dim;
@@ -57,6 +60,14 @@ void LayerAttention::run(const AttentionItem& item, AttentionScratch& scratch) c
   const int64_t row_end = tile.row0 + tile.rows;
   const bool tree = plan_.is_tree(tile.row0);
   for (int64_t block = item.begin; block < item.end; block++) {
+    if (block + 1 < item.end) {
+      announce(tile, item.kv_head, block + 1, call);
+    } else if (likely_next < static_cast<int64_t>(items.size())) {
+      const AttentionItem& next = items[static_cast<size_t>(likely_next)];
+      announce(plan_.tile(next.tile), next.kv_head, next.begin, call);
+    } else {
+      call.num_next = 0;
+    }
     const bool shared = !tree || (block + 1) * kBlockKeys <= plan_.prefix(tile.request);
     if (shared) {
       // Causal rows see ever more keys: those that reach this block are the last ones.
@@ -72,9 +83,19 @@ void LayerAttention::run(const AttentionItem& item, AttentionScratch& scratch) c
   if (tile.partial >= 0) return;
   for (int64_t pair = 0; pair < pairs; pair++) {
     const int64_t row = tile.row0 + pair / repeats_, head = item.kv_head * repeats_ + pair % repeats_;
-    kernels_.attention_finish(scratch.total_[pair], scratch.output_ + pair * padded_, pool_.head_dim,
-                              out_ + (row * num_heads_ + head) * pool_.head_dim);
+    finish(row, head, scratch.total_[pair], scratch.output_ + pair * padded_);
   }
+  for (int64_t row = tile.row0; row < row_end; row++) quantise(row, item.kv_head, to);
+}
+
+void LayerAttention::finish(int64_t row, int64_t head, float total, const float* output) const {
+  kernels_.attention_finish(total, output, pool_.head_dim, out_ + (row * num_heads_ + head) * pool_.head_dim);
+}
+
+void LayerAttention::quantise(int64_t row, int64_t kv_head, const Activations& to) const {
+  if (!aligned_) return;
+  const int64_t width = repeats_ * pool_.head_dim, first = kv_head * width;
+  kernels_.quantise(out_ + row * num_heads_ * pool_.head_dim + first, first, width, to, row);
 }
 
 void LayerAttention::run_block(const AttentionItem& item, const RowTile& tile, int64_t block, int64_t row,
@@ -107,11 +128,7 @@ void LayerAttention::run_block(const AttentionItem& item, const RowTile& tile, i
 // Points at the tiles of a block's keys; groups that do not lie in one tile of the pool are copied together first.
 void LayerAttention::place_groups(const RowTile& tile, int64_t kv_head, int64_t block, int64_t row, int64_t keys,
                                   AttentionBlock& call, AttentionScratch& scratch) const {
-  const int64_t in_place = !plan_.aligned()      ? 0
-                           : plan_.is_tree(row) ? plan_.prefix(tile.request)
-                                                : std::numeric_limits<int64_t>::max();
-  call.next_keys = nullptr;
-  call.next_stride = 0;
+  const int64_t in_place = keys_in_place(tile.request, row);
   for (int64_t g = 0; g < ceil_div(keys, kGroupKeys); g++) {
     const int64_t first = block * kBlockKeys + g * kGroupKeys;
     const uint8_t* source;
@@ -130,10 +147,25 @@ void LayerAttention::place_groups(const RowTile& tile, int64_t kv_head, int64_t 
   }
 }
 
-void LayerAttention::merge(int64_t row, AttentionScratch& scratch) const {
+int64_t LayerAttention::keys_in_place(int64_t request, int64_t row) const {
+  if (!plan_.aligned()) return 0;
+  return plan_.is_tree(row) ? plan_.prefix(request) : std::numeric_limits<int64_t>::max();
+}
+
+// Names the tiles of a block that comes next, as far as they lie in the pool.
+void LayerAttention::announce(const RowTile& tile, int64_t kv_head, int64_t block, AttentionBlock& call) const {
+  const int64_t row = tile.row0 + tile.rows - 1;
+  const int64_t end = std::min(keys_in_place(tile.request, row), plan_.num_keys(row));
+  call.num_next = 0;
+  for (int64_t first = block * kBlockKeys; first < end && call.num_next < kBlockGroups; first += kGroupKeys) {
+    call.next[call.num_next++] = pool_.tile(layer_, plan_.slot(tile.request, row, first) / kGroupKeys, kv_head);
+  }
+}
+
+void LayerAttention::merge(int64_t row, int64_t kv_head, AttentionScratch& scratch, const Activations& to) const {
   const RowTile& tile = plan_.tile_of_row(row);
   if (tile.partial < 0) return;
-  for (int64_t head = 0; head < num_heads_; head++) {
+  for (int64_t head = kv_head * repeats_; head < (kv_head + 1) * repeats_; head++) {
     float maximum = -std::numeric_limits<float>::infinity(), total = 0.0f;
     std::fill_n(scratch.output_, padded_, 0.0f);
     for (int64_t block = 0; block < ceil_div(plan_.num_keys(row), kBlockKeys); block++) {
@@ -141,8 +173,9 @@ void LayerAttention::merge(int64_t row, AttentionScratch& scratch) const {
       kernels_.attention_merge(&maximum, &total, scratch.output_, partials_.maximum[index], partials_.total[index],
                                partials_.output + index * padded_, padded_);
     }
-    kernels_.attention_finish(total, scratch.output_, pool_.head_dim, out_ + (row * num_heads_ + head) * pool_.head_dim);
+    finish(row, head, total, scratch.output_);
   }
+  quantise(row, kv_head, to);
 }
 
 }  // namespace dl

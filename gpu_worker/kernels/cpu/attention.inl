@@ -2,9 +2,38 @@
 
 inline const Pair* as_pairs(const uint8_t* p) { return reinterpret_cast<const Pair*>(p); }
 
+// Fetches the tiles of the next block in address order, a few lines with every step of the products: spread evenly,
+// since too many at a time only wait for each other.
+class Fetcher {
+ public:
+  explicit Fetcher(const AttentionBlock& b)
+      : tiles_(b.next),
+        end_(b.next + b.num_next),
+        lines_(static_cast<int>(b.head_dim / 2 + (b.head_dim + 15) / 16 * 8)),
+        at_a_time_(kLines * kTilePairs / (b.num_pairs > kTilePairs ? b.num_pairs : kTilePairs) + 1) {}
+  void step() {
+    if (tiles_ == end_) return;
+    const uint8_t* p = *tiles_ + line_ * 64;
+    for (int i = 0; i < at_a_time_; i++) prefetch_far(p + i * 64);
+    line_ += at_a_time_;
+    if (line_ >= lines_) {
+      line_ = 0;
+      tiles_++;
+    }
+  }
+
+ private:
+  static constexpr int kLines = 3;
+  const uint8_t* const* tiles_;
+  const uint8_t* const* end_;
+  const int lines_;
+  const int at_a_time_;
+  int line_ = 0;
+};
+
 // Scores of P pairs against G groups of 16 keys.
 template <int P, int G>
-static void score_tile(const AttentionBlock& b, int pair0, int group0) {
+static void score_tile(const AttentionBlock& b, int pair0, int group0, Fetcher& fetcher) {
   F acc[P][G];
   const Pair* q[P];
   for (int p = 0; p < P; p++) {
@@ -15,9 +44,7 @@ static void score_tile(const AttentionBlock& b, int pair0, int group0) {
   for (int64_t i = 0; i < steps; i++) {
     I k[G];
     for (int g = 0; g < G; g++) k[g] = iload(b.keys[group0 + g] + i * 64);
-    if (pair0 == 0) {
-      for (int g = 0; g < G; g++) prefetch(b.values[group0 + g] + i * 64);
-    }
+    fetcher.step();
     for (int p = 0; p < P; p++) {
       for (int g = 0; g < G; g++) acc[p][g] = dot_pair(acc[p][g], k[g], q[p] + i);
     }
@@ -28,13 +55,13 @@ static void score_tile(const AttentionBlock& b, int pair0, int group0) {
 }
 
 template <int P>
-static void score_pairs(const AttentionBlock& b, int pair0, int groups) {
+static void score_pairs(const AttentionBlock& b, int pair0, int groups, Fetcher& fetcher) {
   int g = 0;
   if constexpr (P <= kTilePairs / 2) {
-    for (; g + kWideGroups <= groups; g += kWideGroups) score_tile<P, kWideGroups>(b, pair0, g);
+    for (; g + kWideGroups <= groups; g += kWideGroups) score_tile<P, kWideGroups>(b, pair0, g, fetcher);
   }
-  for (; g + 2 <= groups; g += 2) score_tile<P, 2>(b, pair0, g);
-  if (g < groups) score_tile<P, 1>(b, pair0, g);
+  for (; g + 2 <= groups; g += 2) score_tile<P, 2>(b, pair0, g, fetcher);
+  if (g < groups) score_tile<P, 1>(b, pair0, g, fetcher);
 }
 
 // Weights 2^(score - maximum) of one pair's visible keys, zero from there to the end of the last group of 16.
@@ -61,7 +88,8 @@ static void soften(const AttentionBlock& b, int pair) {
 
 // Weighted values of P pairs over key pairs begin .. end - 1, V vectors of 16 values from vector v0 on.
 template <int P, int V>
-static void value_tile(const AttentionBlock& b, int pair0, int begin, int end, bool drop_last, int v0) {
+static void value_tile(const AttentionBlock& b, int pair0, int begin, int end, bool drop_last, int v0,
+                       Fetcher& fetcher) {
   const int64_t padded = (b.head_dim + 15) / 16 * 16;
   const int64_t row_bytes = padded * 4;
   const auto* weights = as_pairs(b.weights) + pair0 * (kBlockKeys / 2);
@@ -73,10 +101,7 @@ static void value_tile(const AttentionBlock& b, int pair0, int begin, int end, b
   const int whole = drop_last ? end - 1 : end;
   for (int j = begin; j < whole; j++) {
     const uint8_t* row = b.values[j / 8] + (j % 8) * row_bytes + v0 * 64;
-    if (pair0 == 0 && b.next_keys != nullptr) {
-      const uint8_t* next = b.next_keys + j / 8 * b.next_stride + (j % 8) * row_bytes + v0 * 64;
-      for (int v = 0; v < V; v++) prefetch(next + v * 64);
-    }
+    fetcher.step();
     I k[V];
     for (int v = 0; v < V; v++) k[v] = iload(row + v * 64);
     for (int p = 0; p < P; p++) {
@@ -97,28 +122,31 @@ static void value_tile(const AttentionBlock& b, int pair0, int begin, int end, b
 }
 
 template <int P>
-static void value_pairs(const AttentionBlock& b, int pair0, int begin, int end, bool drop_last) {
+static void value_pairs(const AttentionBlock& b, int pair0, int begin, int end, bool drop_last, Fetcher& fetcher) {
   const int vectors = static_cast<int>((b.head_dim + 15) / 16);
   int v = 0;
-  for (; v + kTileVectors <= vectors; v += kTileVectors) value_tile<P, kTileVectors>(b, pair0, begin, end, drop_last, v);
-  for (; v < vectors; v++) value_tile<P, 1>(b, pair0, begin, end, drop_last, v);
+  for (; v + kTileVectors <= vectors; v += kTileVectors) {
+    value_tile<P, kTileVectors>(b, pair0, begin, end, drop_last, v, fetcher);
+  }
+  for (; v < vectors; v++) value_tile<P, 1>(b, pair0, begin, end, drop_last, v, fetcher);
 }
 
 template <int P>
 struct PairSwitch {
-  static void score(int count, const AttentionBlock& b, int pair0, int groups) {
-    if (count == P) return score_pairs<P>(b, pair0, groups);
-    PairSwitch<P - 1>::score(count, b, pair0, groups);
+  static void score(int count, const AttentionBlock& b, int pair0, int groups, Fetcher& fetcher) {
+    if (count == P) return score_pairs<P>(b, pair0, groups, fetcher);
+    PairSwitch<P - 1>::score(count, b, pair0, groups, fetcher);
   }
-  static void value(int count, const AttentionBlock& b, int pair0, int begin, int end, bool drop_last) {
-    if (count == P) return value_pairs<P>(b, pair0, begin, end, drop_last);
-    PairSwitch<P - 1>::value(count, b, pair0, begin, end, drop_last);
+  static void value(int count, const AttentionBlock& b, int pair0, int begin, int end, bool drop_last,
+                    Fetcher& fetcher) {
+    if (count == P) return value_pairs<P>(b, pair0, begin, end, drop_last, fetcher);
+    PairSwitch<P - 1>::value(count, b, pair0, begin, end, drop_last, fetcher);
   }
 };
 template <>
 struct PairSwitch<0> {
-  static void score(int, const AttentionBlock&, int, int) {}
-  static void value(int, const AttentionBlock&, int, int, int, bool) {}
+  static void score(int, const AttentionBlock&, int, int, Fetcher&) {}
+  static void value(int, const AttentionBlock&, int, int, int, bool, Fetcher&) {}
 };
 
 inline int min_int(int a, int b) { return a < b ? a : b; }
@@ -130,22 +158,25 @@ static void attention_block(const AttentionBlock& b) {
     least = min_int(b.num_keys[p], least);
   }
   const int groups = (most + 15) / 16;
+  Fetcher fetcher(b);
   for (int p = 0; p < b.num_pairs; p += kTilePairs) {
-    PairSwitch<kTilePairs>::score(min_int(kTilePairs, b.num_pairs - p), b, p, groups);
+    PairSwitch<kTilePairs>::score(min_int(kTilePairs, b.num_pairs - p), b, p, groups, fetcher);
   }
   for (int p = 0; p < b.num_pairs; p++) soften(b, p);
   // Key pairs that every (row, head) sees whole are walked together, the rest for those that see the same keys.
   const int common = most == least && most % 2 == 0 ? most / 2 : least / 16 * 8;
   if (common > 0) {
     for (int p = 0; p < b.num_pairs; p += kTilePairs) {
-      PairSwitch<kTilePairs>::value(min_int(kTilePairs, b.num_pairs - p), b, p, 0, common, false);
+      PairSwitch<kTilePairs>::value(min_int(kTilePairs, b.num_pairs - p), b, p, 0, common, false, fetcher);
     }
   }
   for (int p = 0; p < b.num_pairs;) {
     const int keys = b.num_keys[p];
     int count = 1;
     while (count < kTilePairs && p + count < b.num_pairs && b.num_keys[p + count] == keys) count++;
-    if ((keys + 1) / 2 > common) PairSwitch<kTilePairs>::value(count, b, p, common, (keys + 1) / 2, keys % 2 == 1);
+    if ((keys + 1) / 2 > common) {
+      PairSwitch<kTilePairs>::value(count, b, p, common, (keys + 1) / 2, keys % 2 == 1, fetcher);
+    }
     p += count;
   }
 }

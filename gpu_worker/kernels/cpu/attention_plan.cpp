@@ -100,6 +100,7 @@ void AttentionPlan::make_tiles(int64_t repeats) {
 
 void AttentionPlan::make_items(int64_t kv_heads, int64_t repeats, int threads) {
   items_.clear();
+  joint_rows_.clear();
   num_partials_ = 0;
   int64_t total = 0;
   for (const RowTile& tile : tiles_) total += tile.blocks * tile.rows * kv_heads;
@@ -112,6 +113,8 @@ void AttentionPlan::make_items(int64_t kv_heads, int64_t repeats, int threads) {
       tile.partial = num_partials_;
       num_partials_ += tile.blocks * tile.rows * repeats * kv_heads;
     }
+    tile.alone = !split && tile.rows == batch_->qo_indptr[tile.request + 1] - batch_->qo_indptr[tile.request];
+    for (int64_t row = tile.row0; !tile.alone && row < tile.row0 + tile.rows; row++) joint_rows_.push_back(row);
     for (int64_t head = 0; head < kv_heads; head++) {
       if (!split) items_.push_back({static_cast<int64_t>(i), head, 0, tile.blocks});
       for (int64_t block = 0; split && block < tile.blocks; block++) {

@@ -15,6 +15,7 @@ struct RowTile {
   int64_t row0, rows;   // in the batch
   int64_t blocks;       // of the row that sees the most keys
   int64_t partial = -1;  // index of its first (block, pair) result where its blocks are shared out, else -1
+  bool alone = false;    // no other item reads what its rows write: keys and values can be made where they are used
 };
 
 // One KV head of a tile, from block `begin` to block `end` - 1.
@@ -33,6 +34,8 @@ class AttentionPlan {
   const RowTile& tile(int64_t index) const { return tiles_[static_cast<size_t>(index)]; }
   const RowTile& tile_of_row(int64_t row) const { return tiles_[static_cast<size_t>(tile_of_row_[static_cast<size_t>(row)])]; }
   int64_t num_partials() const { return num_partials_; }
+  // Rows of tiles that are not alone.
+  const std::vector<int64_t>& joint_rows() const { return joint_rows_; }
 
   bool is_tree(int64_t row) const {
     return batch_->tree_indptr != nullptr && batch_->tree_indptr[row + 1] > batch_->tree_indptr[row];
@@ -60,6 +63,7 @@ class AttentionPlan {
   std::vector<RowTile> tiles_;
   std::vector<int64_t> tile_of_row_;
   std::vector<AttentionItem> items_;
+  std::vector<int64_t> joint_rows_;
 };
 
 }  // namespace dl

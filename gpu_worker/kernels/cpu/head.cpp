@@ -124,7 +124,7 @@ class TopK {
 
 template <class Fn>
 void run_on(Team& team, Fn&& fn) {
-  team.run([](void* argument, int thread) { (*static_cast<Fn*>(argument))(thread); }, &fn);
+  team.run([](void* argument, Worker& worker) { (*static_cast<Fn*>(argument))(worker); }, &fn);
 }
 
 }  // namespace
@@ -135,9 +135,9 @@ void run_linear(const DlLinear& linear, Team& team, const Kernels& kernels, int3
   ActivationBuffer buffer;
   const Activations input = buffer.reserve(rows, linear.k, linear.format, group, kernels);
   const LinearWork work(linear, rows);
-  run_on(team, [&](int thread) {
-    team.phase(thread, rows, [&](int64_t row) { kernels.quantise(x + row * linear.k, 0, linear.k, input, row); });
-    team.phase(thread, work.items(),
+  run_on(team, [&](Worker& worker) {
+    worker.phase(rows, [&](int64_t row) { kernels.quantise(x + row * linear.k, 0, linear.k, input, row); });
+    worker.phase(work.items(),
                [&](int64_t item) { work.run(kernels, input, y, linear.n, Epilogue::kStore, item); });
   });
 }
@@ -149,10 +149,10 @@ void run_topk(const DlLinear& head, Team& team, const Kernels& kernels, int32_t 
   ActivationBuffer buffer;
   const Activations input = buffer.reserve(rows, head.k, head.format, group, kernels);
   TopK topk(head, team, kernels, rows, static_cast<size_t>(k), lse != nullptr);
-  run_on(team, [&](int thread) {
-    team.phase(thread, rows, [&](int64_t row) { kernels.quantise(hidden + row * head.k, 0, head.k, input, row); });
-    team.phase(thread, topk.items(), [&](int64_t strip) { topk.scan(input, strip, thread); });
-    team.phase(thread, rows, [&](int64_t row) { topk.collect(row, k, ids, logits, lse); });
+  run_on(team, [&](Worker& worker) {
+    worker.phase(rows, [&](int64_t row) { kernels.quantise(hidden + row * head.k, 0, head.k, input, row); });
+    worker.phase(topk.items(), [&](int64_t strip) { topk.scan(input, strip, worker.thread()); });
+    worker.phase(rows, [&](int64_t row) { topk.collect(row, k, ids, logits, lse); });
   });
 }
 

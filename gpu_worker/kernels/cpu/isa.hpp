@@ -37,8 +37,9 @@ struct AttentionBlock {
   int64_t head_dim;
   const uint8_t* keys[kBlockGroups];    // K tile of each group of 16 keys
   const uint8_t* values[kBlockGroups];  // V tile
-  const uint8_t* next_keys;             // K tile to fetch meanwhile, or null
-  int64_t next_stride;
+  // Tiles (keys, then values) of the block that comes next, to be fetched from memory meanwhile.
+  const uint8_t* next[kBlockGroups];
+  int32_t num_next;
   float* scores;  // scratch [num_pairs, 128]
   uint8_t* weights;  // scratch [num_pairs, 64] of pair_bytes
   // The block's softmax relative to its own maximum: maximum, sum of weights, weighted sum of values.

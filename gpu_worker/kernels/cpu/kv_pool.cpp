@@ -67,6 +67,9 @@ DlPool::DlPool(int64_t layers, int64_t slots, int64_t kv_heads, int64_t dim)
 void DlPool::write(int64_t layer, int64_t slot, int64_t kv_head, const float* key, const float* value) const {
   uint8_t* to = tile(layer, slot / kGroup, kv_head);
   const int64_t lane = slot % kGroup;
+  // A key is spread over as many cache lines as it has pairs: fetch them side by side.
+  for (int64_t i = 0; i < head_dim / 2; i++) __builtin_prefetch(key_pair(to, lane, i), 1);
+  for (int64_t i = 0; i < head_dim; i += 16) __builtin_prefetch(value_at(*this, to, lane, i), 1);
   for (int64_t i = 0; i < head_dim; i++) put(key_pair(to, lane, i / 2) + i % 2 * 2, key[i]);
   for (int64_t i = 0; i < head_dim; i++) put(value_at(*this, to, lane, i), value[i]);
 }

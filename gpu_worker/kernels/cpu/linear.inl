@@ -1,6 +1,6 @@
 // Packed linears: M rows against one block of 16 columns. Included in an instruction set's namespace.
 
-constexpr int64_t kPrefetchBytes = 2048;
+constexpr int64_t kPrefetchBytes = 4096;
 
 template <int M>
 struct Rows {

@@ -16,6 +16,9 @@ constexpr int64_t kChunkRows = 256;
 constexpr int64_t kGateColumns = 64;
 // Rows per pass over an item's gate and up weights: bounds its scratch.
 constexpr int64_t kGateRows = 48;
+// Rows that one thread norms faster than several threads can agree to share them.
+constexpr int64_t kFewRows = 4;
+constexpr int64_t kFetchedRows = 16;
 
 std::string number(int64_t value) { return std::to_string(value); }
 
@@ -104,6 +107,7 @@ void DlModel::reserve(int64_t rows, int threads, const DlPool& pool) {
   const auto floats = [rows](int64_t width) { return static_cast<size_t>(rows * width) * 4; };
   const int64_t q_width = desc_.num_heads * desc_.head_dim;
   rows_ = rows;
+  threads_ = threads;
   residual_.reserve(floats(desc_.hidden));
   normed_.reserve(floats(desc_.hidden));
   qkv_.reserve(floats(q_width + 2 * desc_.num_kv_heads * desc_.head_dim));
@@ -131,32 +135,50 @@ void DlModel::forward(Team& team, const DlPool& pool, const DlBatch& batch, floa
   }
   struct Call {
     DlModel* model;
-    Team* team;
     const DlPool* pool;
     float* hidden_out;
-  } call{this, &team, &pool, hidden_out};
+  } call{this, &pool, hidden_out};
   team.run(
-      [](void* argument, int thread) {
+      [](void* argument, Worker& worker) {
         auto* c = static_cast<Call*>(argument);
-        c->model->work(*c->team, thread, *c->pool, c->hidden_out);
+        c->model->work(worker, *c->pool, c->hidden_out);
       },
       &call);
 }
 
-void DlModel::work(Team& team, int thread, const DlPool& pool, float* hidden_out) {
+// The pass as every thread walks it. Steps over few rows are not worth a phase of their own: the thread that ends the
+// phase before them does them at once, while the others would only wait for each other twice.
+void DlModel::work(Worker& worker, const DlPool& pool, float* hidden_out) {
   const int64_t hidden = desc_.hidden, rows = rows_, q_width = desc_.num_heads * desc_.head_dim;
   const int64_t qkv_width = q_width + 2 * desc_.num_kv_heads * desc_.head_dim;
   const int32_t group = desc_.activation_group;
   float* residual = residual_.as<float>();
   float* normed = normed_.as<float>();
-  AttentionScratch& scratch = scratch_[static_cast<size_t>(thread)];
-  float* gate_scratch = gated_.as<float>() + thread * kGateRows * 3 * kGateColumns;
+  float* gate_scratch = gated_.as<float>() + worker.thread() * kGateRows * 3 * kGateColumns;
   const auto norm_and_quantise = [&](int64_t row, const float* weight, const Activations& to) {
+    const float* next = residual + std::min(row + 1, rows - 1) * hidden;
+    for (int64_t i = 0; i < hidden; i += kLanes) __builtin_prefetch(next + i);
     kernels_.rms_norm(residual + row * hidden, weight, desc_.eps, hidden, normed + row * hidden);
     kernels_.quantise(normed + row * hidden, 0, hidden, to, row);
   };
+  const auto final_norm = [&](int64_t row) {
+    kernels_.rms_norm(residual + row * hidden, desc_.final_norm, desc_.eps, hidden, hidden_out + row * hidden);
+  };
+  // fn(item) for n items, then each(row) for all rows.
+  const auto phase_then_rows = [&](int64_t n, auto&& fn, auto&& each) {
+    const bool at_once = rows <= kFewRows;
+    worker.phase(n, fn, [&] {
+      for (int64_t row = 0; at_once && row < rows; row++) each(row);
+    });
+    if (!at_once) worker.phase(rows, each);
+  };
 
-  team.phase(thread, rows, [&](int64_t row) { embed(row); });
+  const auto first_norm = [&](int64_t index) {
+    const DlLayer& layer = layers_[static_cast<size_t>(index)];
+    const Activations to = qkv_input_.reserve(rows, hidden, layer.qkv->format, group, kernels_);
+    return [&norm_and_quantise, &layer, to](int64_t row) { norm_and_quantise(row, layer.attn_norm, to); };
+  };
+  phase_then_rows(rows, [&](int64_t row) { embed(row); }, first_norm(0));
   for (int64_t index = 0; index < desc_.num_layers; index++) {
     const DlLayer& layer = layers_[static_cast<size_t>(index)];
     const Activations qkv_in = qkv_input_.reserve(rows, hidden, layer.qkv->format, group, kernels_);
@@ -164,35 +186,73 @@ void DlModel::work(Team& team, int thread, const DlPool& pool, float* hidden_out
     const Activations mlp_in = mlp_input_.reserve(rows, hidden, layer.gate_up->format, group, kernels_);
     const Activations down_in = down_input_.reserve(rows, desc_.intermediate, layer.down->format, group, kernels_);
 
-    team.phase(thread, rows, [&](int64_t row) { norm_and_quantise(row, layer.attn_norm, qkv_in); });
     const LinearWork qkv(*layer.qkv, rows);
-    team.phase(thread, qkv.items(), [&](int64_t item) {
+    const auto run_qkv = [&](int64_t item) {
       qkv.run(kernels_, qkv_in, qkv_.as<float>(), qkv_width, Epilogue::kStore, item);
+    };
+    const auto& joint = plan_.joint_rows();
+    const auto num_rotations = static_cast<int64_t>(joint.size()) * desc_.num_kv_heads;
+    const auto rotate_one = [&](int64_t i) {
+      rotate(pool, index, joint[static_cast<size_t>(i / desc_.num_kv_heads)], i % desc_.num_kv_heads);
+    };
+    const bool few_rotations = joint.size() == 1;
+    fetch(qkv_in);
+    worker.phase(qkv.items(), run_qkv, [&] {
+      for (int64_t i = 0; few_rotations && i < num_rotations; i++) rotate_one(i);
     });
-    team.phase(thread, rows * desc_.num_kv_heads,
-               [&](int64_t i) { rotate(pool, index, i / desc_.num_kv_heads, i % desc_.num_kv_heads); });
-    const LayerAttention attention(plan_, kernels_, pool, index, desc_.num_heads, queries_.data(), partials_,
-                                   attended_.as<float>());
-    const auto& items = plan_.items();
-    team.phase_in_order(static_cast<int64_t>(items.size()),
-                        [&](int64_t i) { attention.run(items[static_cast<size_t>(i)], scratch); });
-    team.phase(thread, rows, [&](int64_t row) {
-      attention.merge(row, scratch);
-      kernels_.quantise(row_of(attended_, row, q_width), 0, q_width, o_in, row);
-    });
+    if (!few_rotations && num_rotations > 0) worker.phase(num_rotations, rotate_one);
+    attend(worker, pool, index, o_in);
+    fetch(o_in);
     const LinearWork o(*layer.o, rows);
-    team.phase(thread, o.items(),
-               [&](int64_t item) { o.run(kernels_, o_in, residual, hidden, Epilogue::kAdd, item); });
-    team.phase(thread, rows, [&](int64_t row) { norm_and_quantise(row, layer.mlp_norm, mlp_in); });
-    team.phase(thread, ceil_div(desc_.intermediate, kGateColumns) * ceil_div(rows, kChunkRows),
-               [&](int64_t item) { gate_up(layer, mlp_in, down_in, item, gate_scratch); });
+    phase_then_rows(
+        o.items(), [&](int64_t item) { o.run(kernels_, o_in, residual, hidden, Epilogue::kAdd, item); },
+        [&](int64_t row) { norm_and_quantise(row, layer.mlp_norm, mlp_in); });
+    fetch(mlp_in);
+    worker.phase(ceil_div(desc_.intermediate, kGateColumns) * ceil_div(rows, kChunkRows),
+                 [&](int64_t item) { gate_up(layer, mlp_in, down_in, item, gate_scratch); });
     const LinearWork down(*layer.down, rows);
-    team.phase(thread, down.items(),
-               [&](int64_t item) { down.run(kernels_, down_in, residual, hidden, Epilogue::kAdd, item); });
+    fetch(down_in);
+    const auto run_down = [&](int64_t item) { down.run(kernels_, down_in, residual, hidden, Epilogue::kAdd, item); };
+    if (index + 1 < desc_.num_layers) {
+      phase_then_rows(down.items(), run_down, first_norm(index + 1));
+    } else {
+      phase_then_rows(down.items(), run_down, final_norm);
+    }
   }
-  team.phase(thread, rows, [&](int64_t row) {
-    kernels_.rms_norm(residual + row * hidden, desc_.final_norm, desc_.eps, hidden, hidden_out + row * hidden);
-  });
+}
+
+void DlModel::attend(Worker& worker, const DlPool& pool, int64_t layer, const Activations& to) {
+  const LayerAttention attention(plan_, kernels_, pool, layer, desc_.num_heads, queries_.data(), partials_,
+                                 attended_.as<float>());
+  AttentionScratch& scratch = scratch_[static_cast<size_t>(worker.thread())];
+  worker.phase_in_order(static_cast<int64_t>(plan_.items().size()),
+                        [&](int64_t i) {
+                          const AttentionItem& item = plan_.items()[static_cast<size_t>(i)];
+                          const RowTile& tile = plan_.tile(item.tile);
+                          for (int64_t r = 0; tile.alone && r < tile.rows; r++) {
+                            rotate(pool, layer, tile.row0 + r, item.kv_head);
+                          }
+                          attention.run(i, i + threads_, scratch, to);
+                        });
+  if (plan_.num_partials() > 0) {
+    worker.phase(rows_ * desc_.num_kv_heads, [&](int64_t i) {
+      attention.merge(i / desc_.num_kv_heads, i % desc_.num_kv_heads, scratch, to);
+    });
+  }
+  if (!LayerAttention::aligned(desc_.num_heads, pool)) {
+    const int64_t width = desc_.num_heads * desc_.head_dim;
+    worker.phase(rows_, [&](int64_t row) { kernels_.quantise(row_of(attended_, row, width), 0, width, to, row); });
+  }
+}
+
+void DlModel::fetch(const Activations& x) const {
+  if (rows_ > kFetchedRows) return;
+  const auto lines = [](const void* p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const uint8_t*>(p) + i);
+  };
+  const int64_t inputs = rows_ * x.kp;
+  if (x.as_pairs) return lines(x.pairs, inputs / 2 * kernels_.pair_bytes);
+  lines(x.q, inputs + 3 * inputs / 32 * 4);  // scales, sums and offsets follow
 }
 
 void DlModel::embed(int64_t row) const {
@@ -215,6 +275,12 @@ void DlModel::rotate(const DlPool& pool, int64_t layer, int64_t row, int64_t kv_
   const float* qkv = row_of(qkv_, row, (desc_.num_heads + 2 * desc_.num_kv_heads) * d);
   const int64_t half = desc_.rotary_dim / 2, position = batch_->positions[row];
   const DlLayer& weights = layers_[static_cast<size_t>(layer)];
+  // The parts of a row were computed by several cores: all their lines are asked for before the first is needed.
+  for (const int64_t first : {kv_head * repeats, desc_.num_heads + kv_head,
+                              desc_.num_heads + desc_.num_kv_heads + kv_head}) {
+    const int64_t heads = first == kv_head * repeats ? repeats : 1;
+    for (int64_t i = 0; i < heads * d; i += kLanes) __builtin_prefetch(qkv + first * d + i);
+  }
   RotaryHead head{weights.q_norm, desc_.eps, d, desc_.rotary_dim, desc_.cos + position * half,
                   desc_.sin + position * half};
   constexpr float kLog2E = 1.44269504088896341f;  // attention works with powers of two

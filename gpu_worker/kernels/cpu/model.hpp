@@ -44,8 +44,11 @@ struct DlModel {
  private:
   void check(const DlPool& pool, const DlBatch& batch) const;
   void reserve(int64_t rows, int threads, const DlPool& pool);
-  void work(dl::Team& team, int thread, const DlPool& pool, float* hidden_out);
+  void work(dl::Worker& worker, const DlPool& pool, float* hidden_out);
+  void attend(dl::Worker& worker, const DlPool& pool, int64_t layer, const dl::Activations& to);
   void embed(int64_t row) const;
+  // Brings the activations of a pass over few rows near: half of them lie in another core's cache.
+  void fetch(const dl::Activations& x) const;
   void rotate(const DlPool& pool, int64_t layer, int64_t row, int64_t kv_head) const;
   void gate_up(const DlLayer& layer, const dl::Activations& x, const dl::Activations& to, int64_t item,
                float* scratch) const;
@@ -64,5 +67,5 @@ struct DlModel {
   dl::ActivationBuffer qkv_input_, o_input_, mlp_input_, down_input_;
   dl::PartialResults partials_;
   std::vector<dl::AttentionScratch> scratch_;
-  int64_t rows_ = 0;
+  int64_t rows_ = 0, threads_ = 1;
 };

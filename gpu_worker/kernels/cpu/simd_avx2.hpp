@@ -119,6 +119,8 @@ inline I dot8(I acc, I weights, const int8_t* x) {
 }
 
 inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+// Into the second-level cache: more of these can be under way at a time.
+inline void prefetch_far(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
 struct Pair {
   float even, odd;

@@ -58,6 +58,8 @@ inline I start8(int32_t offset) { return _mm512_set1_epi32(offset); }
 inline I dot8(I acc, I weights, const int8_t* x) { return _mm512_dpbusd_epi32(acc, weights, spread4(x)); }
 
 inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+// Into the second-level cache: more of these can be under way at a time.
+inline void prefetch_far(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
 #ifdef __AVX512BF16__
 using Pair = uint32_t;  // two bfloat16
