@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import MutableMapping
@@ -33,12 +34,23 @@ def configure(process: str, level: str = "info") -> None:
             structlog.processors.JSONRenderer(serializer=_to_json),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=lambda *_: _StderrLogger(),
         cache_logger_on_first_use=True,
     )
     root = logging.getLogger()
     root.handlers[:] = [_ToStructlog()]
     root.setLevel(max(_LEVELS[level], logging.WARNING))  # libraries: what is wrong, not what they do
+
+
+class _StderrLogger:
+    """Writes whole lines; a reader of stderr that is gone costs the lines, never the service."""
+
+    def msg(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()
+
+    debug = info = warning = error = critical = exception = log = msg
 
 
 class _ToStructlog(logging.Handler):

@@ -20,6 +20,11 @@ from scheduler_svc.runtime_dir import runtime_dir as make_runtime_dir
 from shared_mem.enums import SpeculationMethod
 
 
+@pytest.fixture(autouse=True)
+def _keep_this_process_logs_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_svc.logs.configure", lambda *_: None)
+
+
 def write(path: Path, text: str) -> str:
     path.write_text(text)
     return str(path)

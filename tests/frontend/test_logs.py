@@ -22,6 +22,15 @@ logging.getLogger("grpc._cython").error("from %s", "a library")
 logging.getLogger("noisy").info("left out")
 """
 
+CLOSED = """
+import os, structlog
+from scheduler_svc import logs
+logs.configure("part")
+os.close(2)
+structlog.get_logger().info("nobody reads this")
+print("and yet it goes on")
+"""
+
 
 def test_every_event_is_one_json_line() -> None:
     root = Path(__file__).parents[2]
@@ -34,3 +43,11 @@ def test_every_event_is_one_json_line() -> None:
     assert (kept["text"], kept["path"]) == ("한\nline", "/x")
     assert "ZeroDivisionError" in failed["exception"]
     assert (library["event"], library["logger"]) == ("from a library", "grpc._cython")
+
+
+def test_a_closed_stderr_stops_nothing() -> None:
+    root = Path(__file__).parents[2]
+    result = subprocess.run(
+        [sys.executable, "-c", CLOSED], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "and yet it goes on\n"
