@@ -83,6 +83,7 @@ class Supervisor:
     async def _start(self, part: Part) -> None:
         command = [
             sys.executable,
+            "-P",  # modules come from the installation, never from the directory we were started in
             "-m",
             "scheduler_svc.child",
             str(os.getpid()),
