@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test test-slow lint stubs clean
 
-$(VENV)/installed: pyproject.toml constraints.txt protos/build_stubs.py $(wildcard protos/draftline/v1/*.proto)
+$(VENV)/installed: pyproject.toml constraints.txt protos/build_stubs.py $(wildcard protos/draftline/v1/*.proto) \
+		gpu_worker/kernels/build.py $(wildcard gpu_worker/kernels/cpu/*.[chi]*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling editables grpcio-tools torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 import torch
 
 from gpu_worker.attention.cpu import CPUAttention
@@ -14,18 +15,21 @@ from gpu_worker.drafting.base import Drafter
 from gpu_worker.drafting.draft_model import DraftModelDrafter
 from gpu_worker.drafting.ngram import NgramDrafter
 from gpu_worker.errors import DeviceError, ModelError
-from gpu_worker.kv_pool import KVPool
+from gpu_worker.kernels import native
+from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.base import CausalLM
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.weights.facts import build_facts
 from gpu_worker.weights.loader import load_model, resolve_dtype
-from gpu_worker.weights.resolve import ModelSource, resolve_model
+from gpu_worker.weights.resolve import resolve_model
 from gpu_worker.weights.token_map import check_same_token_map
 from gpu_worker.weights.tokenizer_export import export_tokenizer
 from shared_mem.control import DrafterFacts, ModelFacts
 from shared_mem.enums import SpeculationMethod
+
+log = structlog.get_logger()
 
 _LAYERS_PREFIX = "layers:"
 # Part of the free memory that the KV pool may take when --num-pages does not say. Host memory is shared with the
@@ -50,15 +54,15 @@ def build_engine(config: WorkerConfig) -> Engine:
     Raises ModelError for a model that cannot be loaded and DeviceError for a device or memory that does not allow it.
     """
     device = _device(config.device)
+    team = _kernel_threads(config, device)
     source = resolve_model(config.model)
-    dtype = resolve_dtype(config.dtype, device)
+    dtype = resolve_dtype(config.dtype, device, native_kernels=team is not None)
     tokenizer_path = export_tokenizer(source)
-    target = load_model(source, dtype, device)
-    draft = _load_draft(config, source, target, tokenizer_path, dtype, device)
+    target = load_model(source, dtype, device, team)
+    draft = _load_draft(config, target, tokenizer_path, dtype, device, team)
     max_context = _max_context(config, target)
-    pool_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     models = [model for model in (target, draft) if model is not None]
-    num_pages = config.num_pages or _fitting_pages(config, models, max_context, pool_dtype, device)
+    num_pages = config.num_pages or _fitting_pages(config, models, max_context, device)
     attention = CPUAttention(device)
     table = RequestTable(config.max_running_requests, max_context, config.page_size, device)
     sampler = Sampler(config.max_running_requests, target.config.vocab_size, device)
@@ -70,7 +74,7 @@ def build_engine(config: WorkerConfig) -> Engine:
             drafters[method] = NgramDrafter(table)
         elif method is SpeculationMethod.DRAFT_MODEL:
             assert draft is not None, "checked by the command line"
-            pool = _pool(draft, config, num_pages, pool_dtype, device)
+            pool = draft.new_pool(num_pages, config.page_size)
             drafters[method] = DraftModelDrafter(
                 draft,
                 pool,
@@ -82,14 +86,14 @@ def build_engine(config: WorkerConfig) -> Engine:
             path, limit = config.draft_model, draft.config.max_position_embeddings
         drafter_facts.append(DrafterFacts(int(method), path, config.num_draft_tokens, limit))
     runner = ModelRunner(
-        target, _pool(target, config, num_pages, pool_dtype, device), attention, sampler, table, drafters
+        target, target.new_pool(num_pages, config.page_size), attention, sampler, table, drafters
     )
     facts = build_facts(
         source,
         target.config,
         name=config.model_name,
         dtype=dtype,
-        kv_cache_dtype=str(pool_dtype).removeprefix("torch."),
+        kv_cache_dtype=str(target.kv_dtype).removeprefix("torch."),
         max_context_tokens=min(max_context, num_pages * config.page_size),
         tokenizer_path=tokenizer_path,
         drafters=tuple(drafter_facts),
@@ -105,13 +109,27 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def _kernel_threads(config: WorkerConfig, device: torch.device) -> ThreadTeam | None:
+    """The threads of our own CPU kernels; None where the installation has none, with one warning what that costs."""
+    if device.type != "cpu":
+        return None
+    kernels = native.load()
+    if kernels is None:
+        log.warning(
+            "no CPU kernels",
+            detail="built without a C++ compiler: torch serves, a decode step takes about three times as long",
+        )
+        return None
+    return ThreadTeam(kernels, config.num_threads or len(os.sched_getaffinity(0)))
+
+
 def _load_draft(
     config: WorkerConfig,
-    source: ModelSource,
     target: CausalLM,
     tokenizer_path: Path,
     dtype: str,
     device: torch.device,
+    team: ThreadTeam | None,
 ) -> CausalLM | None:
     """The draft model, checked to speak the target's token ids; `layers:N` is the target cut to N layers."""
     if SpeculationMethod.DRAFT_MODEL not in config.speculation:
@@ -124,7 +142,7 @@ def _load_draft(
         return target.truncated(int(count))
     draft_source = resolve_model(spec)
     check_same_token_map(tokenizer_path, export_tokenizer(draft_source))
-    draft = load_model(draft_source, dtype, device)
+    draft = load_model(draft_source, dtype, device, team)
     if draft.config.vocab_size < target.config.vocab_size:
         raise ModelError(
             f"draft_model: {spec}: knows {draft.config.vocab_size} ids, the target {target.config.vocab_size}"
@@ -141,21 +159,11 @@ def _max_context(config: WorkerConfig, target: CausalLM) -> int:
     return config.max_context_tokens or limit
 
 
-def _pool(
-    model: CausalLM, config: WorkerConfig, num_pages: int, dtype: torch.dtype, device: torch.device
-) -> KVPool:
-    c = model.config
-    return KVPool(model.num_layers, num_pages, config.page_size, c.num_kv_heads, c.head_dim, dtype, device)
-
-
 def _fitting_pages(
-    config: WorkerConfig, models: list[CausalLM], max_context: int, dtype: torch.dtype, device: torch.device
+    config: WorkerConfig, models: list[CausalLM], max_context: int, device: torch.device
 ) -> int:
     """Pages that fit the free memory, at most what all slots could ever fill; draft KV is part of a page's size."""
-    page_bytes = sum(
-        KVPool.bytes_per_page(m.num_layers, config.page_size, m.config.num_kv_heads, m.config.head_dim, dtype)
-        for m in models
-    )
+    page_bytes = sum(model.bytes_per_page(config.page_size) for model in models)
     if device.type == "cuda":
         budget = int(torch.cuda.mem_get_info(device)[0] * _GPU_POOL_FRACTION)
     else:

@@ -6,9 +6,21 @@ Memory that was never written is uninitialised: readers must touch only slots th
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from gpu_worker.errors import DeviceError
+
+
+class PagedPool(Protocol):
+    """What the model runner needs of any model's KV memory; models write and read it in their own way."""
+
+    page_size: int
+
+    def move(self, source_slots: torch.Tensor, target_slots: torch.Tensor) -> None:
+        """Copies slot source_slots[i] to target_slots[i] in every layer, as if all at the same time."""
+        ...
 
 
 class KVPool:

@@ -1,10 +1,11 @@
-"""Build hook of the distribution: protos/draftline/v1/*.proto become Python stubs in clients/python/draftline/v1.
+"""Build hook of the distribution: stubs from protos/draftline/v1/*.proto, and the worker's CPU kernels.
 
-Also runnable by hand (`python protos/build_stubs.py`) after a change to a .proto file.
+Also runnable by hand (`python protos/build_stubs.py`) after a change to a .proto file; it then builds the stubs only.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -43,13 +44,29 @@ def build_stubs(root: Path) -> Path:
     return package
 
 
-class StubsBuildHook(BuildHookInterface):  # type: ignore[misc,valid-type]
+def build_kernels(root: Path) -> Path | None:
+    """Compiles the CPU kernels (gpu_worker/kernels/build.py); None where there is no compiler: torch serves then."""
+    path = root / "gpu_worker" / "kernels" / "build.py"
+    spec = importlib.util.spec_from_file_location("draftline_kernels_build", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    library: Path | None = module.build_kernels(root)
+    return library
+
+
+class DraftlineBuildHook(BuildHookInterface):  # type: ignore[misc,valid-type]
     """Runs before hatchling collects files, for wheels, sdists and editable installs alike."""
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        build_stubs(Path(self.root))
+        root = Path(self.root)
+        build_stubs(root)
+        if self.target_name == "wheel" and build_kernels(root) is not None:
+            build_data["pure_python"] = False
+            build_data["infer_tag"] = True
 
 
 if __name__ == "__main__":

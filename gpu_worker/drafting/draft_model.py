@@ -16,7 +16,7 @@ from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.batching import SequenceRows, build_forward_batch
 from gpu_worker.draft_tree import DraftTree, chain_tree
 from gpu_worker.drafting.base import DraftRequest, TargetProgress
-from gpu_worker.kv_pool import KVPool
+from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.base import CausalLM
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler
@@ -37,7 +37,7 @@ class DraftModelDrafter:
     def __init__(
         self,
         model: CausalLM,
-        pool: KVPool,
+        pool: PagedPool,
         attention: AttentionBackend,
         sampler: Sampler,
         table: RequestTable,

@@ -38,7 +38,7 @@ class Isa(IntEnum):
 class LayerStruct(ctypes.Structure):
     """DlLayer."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("qkv", c_void_p),
         ("o", c_void_p),
         ("gate_up", c_void_p),
@@ -53,7 +53,7 @@ class LayerStruct(ctypes.Structure):
 class ModelStruct(ctypes.Structure):
     """DlModelDesc."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("num_layers", c_int64),
         ("hidden", c_int64),
         ("intermediate", c_int64),
@@ -78,7 +78,7 @@ class ModelStruct(ctypes.Structure):
 class BatchStruct(ctypes.Structure):
     """DlBatch."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("num_requests", c_int64),
         ("page_size", c_int64),
         ("input_ids", c_void_p),
@@ -139,7 +139,9 @@ class NativeKernels:
         except (OSError, AttributeError) as error:
             raise KernelError(f"{path}: cannot be loaded: {error}") from error
         if (version := self._library.dl_abi_version()) != _ABI_VERSION:
-            raise KernelError(f"{path}: has interface version {version}, expected {_ABI_VERSION}: build it again")
+            raise KernelError(
+                f"{path}: has interface version {version}, expected {_ABI_VERSION}: build it again"
+            )
         if isa is not None and not self._library.dl_isa_supported(int(isa)):
             raise KernelError(f"isa: {isa.name} is not compiled in or not supported by this processor")
         self.isa = Isa(self._library.dl_best_isa()) if isa is None else isa
@@ -181,6 +183,7 @@ class ThreadTeam:
     """Threads that compute together; asleep between calls. One call at a time: the caller is one of them."""
 
     def __init__(self, kernels: NativeKernels, num_threads: int) -> None:
+        self.kernels = kernels
         self.num_threads = num_threads
         self.handle = kernels.create("dl_team_create", num_threads)
 
@@ -203,9 +206,9 @@ def isa() -> str:
 def pointer(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> int:
     """Address of a contiguous CPU tensor of exactly this dtype and shape. Raises KernelError naming what differs."""
     if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-        raise KernelError(
-            f"{name}: {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}"
-        )
+        raise KernelError(f"{name}: {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}")
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise KernelError(f"{name}: on {tensor.device} with strides {tensor.stride()}, expected contiguous on cpu")
+        raise KernelError(
+            f"{name}: on {tensor.device} with strides {tensor.stride()}, expected contiguous on cpu"
+        )
     return tensor.data_ptr()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.forward_batch import ForwardBatch
-from gpu_worker.kv_pool import KVPool
+from gpu_worker.kv_pool import PagedPool
 from gpu_worker.layers.linear import Precision
 from gpu_worker.models.config import ModelConfig
 
@@ -24,10 +24,24 @@ class CausalLM(Protocol):
     @property
     def num_layers(self) -> int: ...
 
-    def forward(self, batch: ForwardBatch, pool: KVPool, attention: AttentionBackend) -> torch.Tensor:
-        """Plans `attention` for the batch, runs every layer and writes each row's KV.
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of keys and values in its pool."""
+        ...
 
-        Returns hidden [T, h], after the final norm.
+    def new_pool(self, num_pages: int, page_size: int) -> PagedPool:
+        """KV memory in the form that `forward` takes (KVPool, or the CPU kernels' own). Raises DeviceError."""
+        ...
+
+    def bytes_per_page(self, page_size: int) -> int:
+        """Bytes that one page of its pool takes over all layers."""
+        ...
+
+    def forward(self, batch: ForwardBatch, pool: Any, attention: AttentionBackend) -> torch.Tensor:
+        """Runs every layer over the batch's rows and writes each row's KV; `pool` comes from new_pool.
+
+        A model in torch plans `attention` for the batch and runs it per layer; one with kernels of its own has no
+        use for it. Returns hidden [T, h], after the final norm.
         """
         ...
 

@@ -24,6 +24,7 @@ from gpu_worker.models.config import ModelConfig
 # What float tensors become, by precision. Quantised tensors of a GGUF stay as they are under "int8" where a kernel
 # knows their type: that is exact, and 4-bit blocks are half the bytes to read.
 _FORMATS: dict[Precision, WeightFormat] = {"int8": WeightFormat.Q8_0, "bfloat16": WeightFormat.BF16}
+NATIVE_PRECISIONS: tuple[Precision, ...] = tuple(_FORMATS)
 # W8 needs activations in groups of 64; the block formats take 32, which is closer to the float product.
 _ACTIVATION_GROUPS = {WeightFormat.W8: 64}
 _DEFAULT_GROUP = 32
@@ -78,10 +79,22 @@ class NativeCausalLM:
     def num_layers(self) -> int:
         return len(self._layers)
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """See CausalLM.kv_dtype."""
+        return NativeKVPool.dtype
+
     def new_pool(self, num_pages: int, page_size: int) -> NativeKVPool:
-        """KV memory for this model."""
+        """See CausalLM.new_pool."""
         kernels, shape = self._parts[:2]
-        return NativeKVPool(kernels, self.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim)
+        return NativeKVPool(
+            kernels, self.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim
+        )
+
+    def bytes_per_page(self, page_size: int) -> int:
+        """See CausalLM.bytes_per_page."""
+        shape = self._parts[1]
+        return NativeKVPool.bytes_per_page(self.num_layers, page_size, shape.num_kv_heads, shape.head_dim)
 
     def forward(
         self, batch: ForwardBatch, pool: NativeKVPool, attention: AttentionBackend | None = None
@@ -109,7 +122,16 @@ class NativeCausalLM:
         config = dataclasses.replace(self.config, num_layers=num_layers)
         layers = self._layers[:num_layers]
         return NativeCausalLM(
-            config, self.precision, kernels, self.team, shape, embedding, rotary, layers, final_norm, self.lm_head
+            config,
+            self.precision,
+            kernels,
+            self.team,
+            shape,
+            embedding,
+            rotary,
+            layers,
+            final_norm,
+            self.lm_head,
         )
 
 
@@ -131,7 +153,7 @@ def build_native(
     """
     if precision not in _FORMATS:
         raise ModelError(f"precision: {precision!r}: the CPU kernels compute in {', '.join(_FORMATS)}")
-    format = float_format or _FORMATS[precision]
+    format = _FORMATS[precision] if float_format is None else float_format
     keep_blocks = keep_blocks and precision == "int8"
     return _Builder(config, tensors, precision, kernels, team, format, keep_blocks).build()
 
@@ -189,7 +211,9 @@ class _Builder:
     def _embedding_and_head(self) -> tuple[torch.Tensor | PackedLinear, PackedLinear]:
         config = self._config
         name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-        head = self._linear([(name, config.num_embeddings)], config.hidden_size, False, rows=config.vocab_size)
+        head = self._linear(
+            [(name, config.num_embeddings)], config.hidden_size, False, rows=config.vocab_size
+        )
         quantised = self._read_blocks(name, (config.num_embeddings, config.hidden_size)) is not None
         if config.tie_word_embeddings and (quantised or head.format is WeightFormat.BF16):
             return head, head  # one memory for both, and the head holds the table exactly
@@ -225,7 +249,9 @@ class _Builder:
             self._pack(linear, name, (count, in_features), column, 1, rows)
             column += count
         if bias:
-            linear.set_bias(torch.cat([self._tensors.read(f"{name}.bias", (count,)) for name, count in parts]))
+            linear.set_bias(
+                torch.cat([self._tensors.read(f"{name}.bias", (count,)) for name, count in parts])
+            )
         return linear
 
     def _gate_up(self, prefix: str, shape: DecoderShape) -> PackedLinear:
@@ -261,7 +287,13 @@ class _Builder:
         return found if found is not None and found[0] in _BLOCK_FORMATS else None
 
     def _pack(
-        self, linear: PackedLinear, name: str, shape: tuple[int, int], column: int, stride: int, rows: int | None
+        self,
+        linear: PackedLinear,
+        name: str,
+        shape: tuple[int, int],
+        column: int,
+        stride: int,
+        rows: int | None,
     ) -> None:
         found = self._read_blocks(name, shape)
         if found is not None and _BLOCK_FORMATS[found[0]][1] is linear.format:

@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 from gpu_worker.errors import ModelError
+from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.layers.linear import ACTIVATION_DTYPES, Precision
 from gpu_worker.models.base import CausalLM
+from gpu_worker.models.native import NATIVE_PRECISIONS, build_native
 from gpu_worker.models.registry import build_model
 from gpu_worker.weights.gguf_checkpoint import GGUFCheckpoint
 from gpu_worker.weights.resolve import ModelSource
@@ -20,13 +22,16 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _BFLOAT16_CPU_FLAGS = ("avx512_bf16", "amx_bf16")
 
 
-def resolve_dtype(dtype: str, device: torch.device | str) -> Precision:
-    """The precision that a `--dtype` names; "auto" is bfloat16 where the device multiplies it, else float32.
+def resolve_dtype(dtype: str, device: torch.device | str, native_kernels: bool = False) -> Precision:
+    """The precision that a `--dtype` names.
 
+    "auto" is int8 on a CPU with our own kernels, else bfloat16 where the device multiplies it, else float32.
     Raises ModelError for an unknown name.
     """
     if dtype == "auto":
         kind = torch.device(device).type
+        if kind == "cpu" and native_kernels:
+            return "int8"
         native = kind == "cuda" or (kind == "cpu" and _cpu_has_bfloat16())
         return "bfloat16" if native else "float32"
     for precision in ACTIVATION_DTYPES:
@@ -35,13 +40,16 @@ def resolve_dtype(dtype: str, device: torch.device | str) -> Precision:
     raise ModelError(f"dtype: {dtype!r}, must be auto, {', '.join(ACTIVATION_DTYPES)}")
 
 
-def load_model(source: ModelSource, dtype: str, device: torch.device | str) -> CausalLM:
+def load_model(
+    source: ModelSource, dtype: str, device: torch.device | str, team: ThreadTeam | None = None
+) -> CausalLM:
     """The model with its weights on `device`; its config.vocab_size counts only ids that its tokenizer knows.
 
-    dtype is a name that resolve_dtype takes. Raises ModelError naming the file or tensor at fault.
+    dtype is a name that resolve_dtype takes. With a `team` of kernel threads int8 and bfloat16 run on the CPU kernels,
+    without one (and for float32) in torch. Raises ModelError naming the file or tensor at fault.
     """
     device = torch.device(device)
-    precision = resolve_dtype(dtype, device)
+    precision = resolve_dtype(dtype, device, native_kernels=team is not None)
     checkpoint: GGUFCheckpoint | SafetensorsCheckpoint
     if source.kind == "gguf":
         checkpoint = GGUFCheckpoint(source.path)
@@ -54,6 +62,8 @@ def load_model(source: ModelSource, dtype: str, device: torch.device | str) -> C
     config = checkpoint.config
     if known_tokens:
         config = dataclasses.replace(config, vocab_size=min(config.num_embeddings, known_tokens))
+    if team is not None and device.type == "cpu" and precision in NATIVE_PRECISIONS:
+        return build_native(config, checkpoint, precision, team.kernels, team)
     return build_model(config, checkpoint, precision, device)
 
 

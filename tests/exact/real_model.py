@@ -19,19 +19,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from gpu_worker.attention.cpu import CPUAttention
+from gpu_worker.batching import SequenceRows, build_forward_batch
+from gpu_worker.kernels import native
+from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.models.base import CausalLM
+from gpu_worker.models.native import NativeCausalLM
+from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.random import gumbel_noise
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
 from gpu_worker.weights.tokenizer_export import export_tokenizer
 from scheduler_svc.messages import Sampling, Stopping
 from shared_mem.enums import SpeculationMethod
+from shared_mem.records import Admission, PageUpdate, SamplingRecord
 from tests.exact.transformers_reference import greedy, load_reference, next_logits
-from tests.gpu_worker.forwarding import prompt_logits
 from tests.harness.engine import GREEDY, InProcessEngine
 
 METHODS = (SpeculationMethod.DISABLED, SpeculationMethod.NGRAM, SpeculationMethod.DRAFT_MODEL)
@@ -83,6 +90,23 @@ def make_engine(target: CausalLM, num_draft_layers: int, **settings: int) -> InP
         eos_token_ids=target.config.eos_token_ids,
         **(defaults | settings),  # type: ignore[arg-type]
     )
+
+
+def kernel_threads() -> ThreadTeam | None:
+    """Two threads of the CPU kernels, if they are installed."""
+    kernels = native.load()
+    return None if kernels is None else ThreadTeam(kernels, 2)
+
+
+def own_next_logits(target: CausalLM, tokens: list[int]) -> torch.Tensor:
+    """[V] the served model's own logits behind `tokens`."""
+    table = RequestTable(1, len(tokens), 16, torch.device("cpu"))
+    num_pages = -(-len(tokens) // 16)
+    table.admit(Admission(0, 0, np.array(tokens, dtype=np.int32), len(tokens), 0, 0, SamplingRecord()))
+    table.set_pages(PageUpdate(0, 0, np.arange(num_pages, dtype=np.int32)))
+    batch = build_forward_batch(table, [SequenceRows(0, 0, len(tokens))])
+    hidden = target.forward(batch, target.new_pool(num_pages, 16), CPUAttention())
+    return target.compute_logits(hidden[-1:])[0]
 
 
 class Checker:
@@ -145,7 +169,7 @@ class Checker:
         if self.target.precision == "float32":
             logits = next_logits(self.reference_model, tokens)  # type: ignore[arg-type]
         else:  # the tie is in the numbers of the model that decoded
-            logits = prompt_logits(self.target, tokens)[-1]
+            logits = own_next_logits(self.target, tokens)
         if sampling.temperature > 0:
             noise = gumbel_noise(torch.tensor([sampling.seed]), torch.tensor([len(tokens)]), len(logits))[0]
             logits = torch.log_softmax(logits / sampling.temperature, 0) + noise
@@ -209,11 +233,16 @@ def main() -> int:
     parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16", "int8"])
     parser.add_argument("--seeded", type=int, default=0, help="this many seeded float32 requests instead")
     parser.add_argument("--draft-layers", type=int, default=6)
+    parser.add_argument(
+        "--torch", action="store_true", help="int8 and bfloat16 in torch, not on the CPU kernels"
+    )
     options = parser.parse_args()
     reference_model = load_reference()
     failed = False
     for dtype in ["float32"] if options.seeded else options.dtype or ["float32"]:
-        target = load_model(resolve_model(""), dtype, torch.device("cpu"))
+        target = load_model(
+            resolve_model(""), dtype, torch.device("cpu"), None if options.torch else kernel_threads()
+        )
         prompts = read_prompts(options.prompts, options.limit)
         if options.seeded:
             prompts = [prompts[i % len(prompts)] for i in range(options.seeded)]
@@ -223,7 +252,8 @@ def main() -> int:
             check_seeded(checker, options.draft_layers)
         else:
             check_greedy(checker, dtype, options.draft_layers)
-        allowed_gap = 1e-3 if dtype == "float32" else 0.1
+        # on the kernels there is nothing to excuse: verify = decode, bit for bit
+        allowed_gap = 1e-3 if dtype == "float32" else 0.0 if isinstance(target, NativeCausalLM) else 0.1
         unexcused = [d for d in checker.differences if d.gap > allowed_gap]
         print(
             f"{dtype}: {checker.num_compared} texts compared, {len(checker.differences)} differ, "

@@ -80,14 +80,14 @@ class InProcessEngine:
         max_context = max_context_tokens or target.config.max_position_embeddings
         self.table = RequestTable(max_running_requests, max_context, page_size, device)
         self.sampler = Sampler(max_running_requests, target.config.vocab_size, device)
-        self.pool = self._pool(target, num_pages, page_size)
+        self.pool = target.new_pool(num_pages, page_size)
         self.drafters: dict[SpeculationMethod, Drafter] = {}
         if ngram:
             self.drafters[SpeculationMethod.NGRAM] = NgramDrafter(self.table)
         self.draft_pool: KVPool | None = None
         draft_limit = 0
         if draft is not None:
-            self.draft_pool = self._pool(draft, num_pages, page_size)
+            self.draft_pool = draft.new_pool(num_pages, page_size)
             draft_limit = draft.config.max_position_embeddings
             self.drafters[SpeculationMethod.DRAFT_MODEL] = DraftModelDrafter(
                 draft,
@@ -126,19 +126,6 @@ class InProcessEngine:
         self.num_steps = 0
         self.outputs: dict[tuple[str, int], Output] = {}
         self._num_requests = 0
-
-    @staticmethod
-    def _pool(model: CausalLM, num_pages: int, page_size: int) -> KVPool:
-        config = model.config
-        return KVPool(
-            model.num_layers,
-            num_pages,
-            page_size,
-            config.num_kv_heads,
-            config.head_dim,
-            torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32,
-            torch.device("cpu"),
-        )
 
     def submit(
         self,

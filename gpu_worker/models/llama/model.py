@@ -72,6 +72,23 @@ class LlamaForCausalLM:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """See CausalLM.kv_dtype."""
+        return self.dtype
+
+    def new_pool(self, num_pages: int, page_size: int) -> KVPool:
+        """See CausalLM.new_pool."""
+        c = self.config
+        return KVPool(
+            self.num_layers, num_pages, page_size, c.num_kv_heads, c.head_dim, self.kv_dtype, self.device
+        )
+
+    def bytes_per_page(self, page_size: int) -> int:
+        """See CausalLM.bytes_per_page."""
+        c = self.config
+        return KVPool.bytes_per_page(self.num_layers, page_size, c.num_kv_heads, c.head_dim, self.kv_dtype)
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool, attention: AttentionBackend) -> torch.Tensor:
         """See CausalLM.forward."""
