@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 _STOP_SECONDS = 10.0  # for a part to end once asked to, beyond its grace: last messages, segments, sockets
-_IMPATIENT_STOP_SECONDS = 3.0
+_IMPATIENT_STOP_SECONDS = 2.0
 
 log = structlog.get_logger()
 
