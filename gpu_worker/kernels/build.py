@@ -37,7 +37,7 @@ _X86_MACHINES = ("x86_64", "AMD64")
 
 
 def find_compiler() -> list[str] | None:
-    """The C++ compiler's command: CXX if set, else the first of c++, g++, clang++ on the path; None if there is none."""
+    """The C++ compiler's command: CXX if set, else the first of c++, g++, clang++ on the path, else None."""
     if chosen := os.environ.get("CXX"):
         return shlex.split(chosen)
     return next(([path] for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
@@ -53,7 +53,11 @@ def build_kernels(root: Path, extra_flags: Sequence[str] = (), output: Path | No
     library = output or root / LIBRARY
     compiler = find_compiler()
     if compiler is None or not sys.platform.startswith("linux"):
-        reason = "no C++ compiler (CXX, c++, g++, clang++)" if compiler is None else f"not Linux but {sys.platform}"
+        reason = (
+            "no C++ compiler (CXX, c++, g++, clang++)"
+            if compiler is None
+            else f"not Linux but {sys.platform}"
+        )
         return _give_up(reason)
     sources = sorted((root / LIBRARY.parent).glob("*.cpp"))
     x86 = platform.machine() in _X86_MACHINES
@@ -70,7 +74,9 @@ def build_kernels(root: Path, extra_flags: Sequence[str] = (), output: Path | No
                 flags = _X86_KERNELS[source.stem]
             target = Path(scratch) / f"{source.stem}.o"
             objects.append(str(target))
-            commands.append([*compiler, *_COMMON, *flags, *defines, *extra_flags, "-c", str(source), "-o", str(target)])
+            commands.append(
+                [*compiler, *_COMMON, *flags, *defines, *extra_flags, "-c", str(source), "-o", str(target)]
+            )
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             results = list(pool.map(_run, commands))
         partial = library.with_suffix(f".{os.getpid()}.tmp")  # a running process keeps the library it mapped
@@ -92,12 +98,12 @@ def _give_up(reason: str) -> None:
 
 def _accepts(compiler: Sequence[str], flag: str) -> bool:
     command = [*compiler, flag, "-x", "c++", "-fsyntax-only", "-"]
-    return subprocess.run(command, input="", capture_output=True, text=True, check=False).returncode == 0
+    return _run(command).returncode == 0
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return subprocess.run(command, input="", capture_output=True, text=True, check=False)
     except OSError as error:  # CXX names something that does not run
         return subprocess.CompletedProcess(command, 127, "", str(error))
 

@@ -13,7 +13,15 @@ import torch
 from gpu_worker.forward_batch import AttentionMetadata, ForwardBatch
 from gpu_worker.kernels.kv_pool import NativeKVPool
 from gpu_worker.kernels.linear import PackedLinear
-from gpu_worker.kernels.native import BatchStruct, KernelError, LayerStruct, ModelStruct, NativeKernels, ThreadTeam, pointer
+from gpu_worker.kernels.native import (
+    BatchStruct,
+    KernelError,
+    LayerStruct,
+    ModelStruct,
+    NativeKernels,
+    ThreadTeam,
+    pointer,
+)
 
 _TABLES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PACKED_TABLE = 3
@@ -148,7 +156,8 @@ class NativeDecoder:
         names = ("input_ids", "positions", "out_slots")
         tensors = [getattr(batch, name).contiguous() for name in names]
         rows = [
-            pointer(name, tensor, torch.int64, (num_rows,)) for name, tensor in zip(names, tensors, strict=True)
+            pointer(name, tensor, torch.int64, (num_rows,))
+            for name, tensor in zip(names, tensors, strict=True)
         ]
         addresses = [array.ctypes.data for array in arrays] + [None] * (6 - len(arrays))
         struct = BatchStruct(num_requests, metadata.page_size, *rows, *addresses)

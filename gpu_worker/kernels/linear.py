@@ -126,12 +126,22 @@ class PackedLinear:
         ids = torch.empty(x.shape[0], k, dtype=torch.int64)
         values, lse = torch.empty(x.shape[0], k), torch.empty(x.shape[0])
         self._head_call(
-            "dl_head_topk", team, address, len(x), activation_group, k, ids.data_ptr(), values.data_ptr(), lse.data_ptr()
+            "dl_head_topk",
+            team,
+            address,
+            len(x),
+            activation_group,
+            k,
+            ids.data_ptr(),
+            values.data_ptr(),
+            lse.data_ptr(),
         )
         return ids, values, lse
 
     def _pack(self, source: int, address: int, rows: int, row_bytes: int, column: int, stride: int) -> None:
-        self.kernels.call("dl_linear_pack", self.handle.address, source, address, rows, row_bytes, column, stride)
+        self.kernels.call(
+            "dl_linear_pack", self.handle.address, source, address, rows, row_bytes, column, stride
+        )
 
     def _head_call(self, name: str, team: ThreadTeam, x: int, rows: int, group: int, *out: int) -> None:
         isa = int(self.kernels.isa)

@@ -32,7 +32,10 @@ def make_batch(shapes: list[tuple[int, int]], vocab_size: int, seed: int = 0) ->
     page_indices = rng.permutation(int(page_indptr[-1])).astype(np.int32)
     positions = np.concatenate([np.arange(prefix, prefix + rows) for prefix, rows in shapes])
     owner = np.repeat(np.arange(len(shapes)), [rows for _, rows in shapes])
-    slots = page_indices[page_indptr[owner] + positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
+    slots = (
+        page_indices[page_indptr[owner] + positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE
+        + positions % PAGE_SIZE
+    )
     return ForwardBatch(
         input_ids=torch.from_numpy(rng.integers(0, vocab_size, len(positions))),
         positions=torch.from_numpy(positions),
@@ -95,7 +98,13 @@ def main() -> None:
             models[name] = build_native(config, checkpoint, "bfloat16", kernels, team)
         else:
             models[name] = build_native(
-                config, checkpoint, "int8", kernels, team, float_format=WeightFormat[name.upper()], keep_blocks=False
+                config,
+                checkpoint,
+                "int8",
+                kernels,
+                team,
+                float_format=WeightFormat[name.upper()],
+                keep_blocks=False,
             )
     bandwidth = read_bandwidth(options.threads)
     print(f"{kernels.isa.name.lower()}, {options.threads} threads, reads {bandwidth:.1f} GB/s")
@@ -108,7 +117,9 @@ def main() -> None:
     for layer in range(config.num_layers):  # untouched memory would be one page of zeros, always in the cache
         pool.write(layer, slots, *torch.randn(2, len(slots), config.num_kv_heads, config.head_dim))
 
-    print(f"ms per step at context {options.context}: forward + argmax of all rows; (of it forward), GB/s of weights")
+    print(
+        f"ms per step at context {options.context}: forward + argmax of all rows; (of it forward), GB/s of weights"
+    )
     for rows in rows_list:
         for kind, shapes in (
             ("batch", [(options.context, 1)] * rows),
@@ -137,11 +148,21 @@ def main() -> None:
             print(f"{kind} {rows:3d} rows: " + " | ".join(cells), flush=True)
     for length in prefills:
         batch = make_batch([(0, length)], config.vocab_size)
-        times = least(3, {name: lambda model=model: model.forward(batch, pool) for name, model in models.items()})
-        products = 2 * length * sum(
-            linear.in_features * linear.out_features
-            for layer in next(iter(models.values()))._layers
-            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
+        times = least(
+            3,
+            {
+                name: lambda model=model, batch=batch: model.forward(batch, pool)
+                for name, model in models.items()
+            },
+        )
+        products = (
+            2
+            * length
+            * sum(
+                linear.in_features * linear.out_features
+                for layer in next(iter(models.values()))._layers
+                for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
+            )
         )
         cells = [f"{name} {ms:.0f} ms ({products / ms / 1e6:.0f} GOP/s)" for name, ms in times.items()]
         print(f"prefill {length}: " + " | ".join(cells), flush=True)
