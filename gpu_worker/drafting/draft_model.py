@@ -103,9 +103,9 @@ class DraftModelDrafter:
             active = [i for i, count in enumerate(wanted) if count > k]
             slots = [requests[i].slot for i in active]
             lengths = [int(table.num_tokens[slot]) for slot in slots]
-            logits = self._step(slots, lengths, [drafts[i][k - 1] for i in active], k - 1)
+            hidden = self._step(slots, lengths, [drafts[i][k - 1] for i in active], k - 1)
             positions = [n + k for n in lengths]
-            tokens, q = self._sampler.propose(logits, slots, positions, [drafts[i] for i in active])
+            tokens, q = self._choose(hidden, slots, positions, [drafts[i] for i in active])
             for j, i in enumerate(active):
                 drafts[i].append(tokens[j])
                 if q is not None:
@@ -153,23 +153,29 @@ class DraftModelDrafter:
                 ready.append((row.slot, end - 1))
         if not ready:
             return
-        logits = self._model.compute_logits(
-            hidden[torch.tensor([end for _, end in ready], device=hidden.device)]
-        )
+        hidden = hidden[torch.tensor([end for _, end in ready], device=hidden.device)]
         slots = [slot for slot, _ in ready]
         positions = [int(self._table.num_tokens[slot]) for slot in slots]
-        tokens, q = self._sampler.propose(logits, slots, positions, [[] for _ in slots])
+        tokens, q = self._choose(hidden, slots, positions, [[] for _ in slots])
         for j, slot in enumerate(slots):
             self._carried[slot] = (tokens[j], None if q is None else q[j])
 
     def _step(self, slots: list[int], lengths: list[int], tokens: list[int], offset: int) -> torch.Tensor:
-        """One draft row per slot: token at index length + offset. Returns logits [M, V]."""
+        """One draft row per slot: token at index length + offset. Returns hidden [M, h]."""
         rows = [
             SequenceRows(slot, n + offset, 0, (token,), (n + offset,))
             for slot, n, token in zip(slots, lengths, tokens, strict=True)
         ]
         batch = build_forward_batch(self._table, rows)
-        return self._model.compute_logits(self._model.forward(batch, self._pool, self._attention))
+        return self._model.forward(batch, self._pool, self._attention)
+
+    def _choose(
+        self, hidden: torch.Tensor, slots: list[int], positions: list[int], drafted: list[list[int]]
+    ) -> tuple[list[int], torch.Tensor | None]:
+        """The draft token behind each row of hidden [M, h], and the law it was drawn from (Sampler.propose)."""
+        if self._sampler.proposes_best(slots):
+            return self._model.compute_argmax(hidden).tolist(), None
+        return self._sampler.propose(self._model.compute_logits(hidden), slots, positions, drafted)
 
 
 def _with_laws(tree: DraftTree, laws: list[list[torch.Tensor]]) -> DraftTree:

@@ -49,6 +49,10 @@ class CausalLM(Protocol):
         """hidden [M, h] -> [M, config.vocab_size] float32. Ids that no token has are not among them."""
         ...
 
+    def compute_argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [M, h] -> [M] int64: the best id of each row, what compute_logits(hidden).argmax(-1) gives."""
+        ...
+
     def truncated(self, num_layers: int) -> CausalLM:
         """The same model cut to its first layers, with the final norm and the head; shares all weights.
 

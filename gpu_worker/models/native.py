@@ -107,7 +107,7 @@ class NativeCausalLM:
         return self.lm_head.run(self.team, hidden.contiguous(), self.activation_group)
 
     def compute_argmax(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Greedy ids [M] int64 of hidden [M, h]: argmax of compute_logits without writing them."""
+        """See CausalLM.compute_argmax; no logits are written."""
         return self.lm_head.argmax(self.team, hidden.contiguous(), self.activation_group)
 
     def compute_topk(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

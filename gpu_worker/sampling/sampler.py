@@ -7,7 +7,7 @@ that sample call `propose` on their own logits, so that drafts are drawn under t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,21 @@ class Sampler:
         """The step emitted token_ids (accepted drafts, the target's own token): each counts once."""
         self._states.commit(slot, token_ids)
 
+    def needs_logits(self, slots: list[int]) -> bool:
+        """Whether verifying these slots takes more than the best id of every node.
+
+        Greedy sequences without penalties, bias, bans or log-probabilities need only that: `verify_greedy`.
+        """
+        parameters = self._states.parameters[slots]
+        plain = parameters["greedy"] & ~parameters["adjusts"] & (parameters["num_logprobs"] < 0)
+        return not bool(plain.all())
+
+    def verify_greedy(self, tree: DraftTree, best: torch.Tensor) -> Verification:
+        """`verify` for slots that do not need logits: best [N] int64 is the target's best id at every node."""
+        host = HostTree.of(tree)
+        decision = follow_drawn(host, np.arange(len(host.roots)), best.cpu().numpy())
+        return _verification(host, decision.last_nodes, decision.tokens, [None] * len(host.roots))
+
     def verify(
         self, tree: DraftTree, logits: torch.Tensor, slots: list[int], num_tokens: list[int]
     ) -> Verification:
@@ -107,18 +122,15 @@ class Sampler:
             decision = self._decide(kind, host, requests, rows, logits, first, request_slots, tree.q)
             last_nodes[requests] = decision.last_nodes
             own_tokens[requests] = decision.tokens
-        paths = host.paths(last_nodes)
-        tokens = host.tokens.tolist()
-        emitted = [
-            [*(tokens[node] for node in path[1:]), own]
-            for path, own in zip(paths, own_tokens.tolist(), strict=True)
-        ]
-        return Verification(
-            num_accepted=[len(path) - 1 for path in paths],
-            path_nodes=paths,
-            token_ids=emitted,
-            logprobs=self._logprobs(logits, request_slots, paths, emitted),
-        )
+        verification = _verification(host, last_nodes, own_tokens, [None] * len(slots))
+        paths, emitted = verification.path_nodes, verification.token_ids
+        return replace(verification, logprobs=self._logprobs(logits, request_slots, paths, emitted))
+
+    def proposes_best(self, slots: list[int]) -> bool:
+        """Whether `propose` would only take the best id of each of these slots' draft logits."""
+        parameters = self._states.parameters[slots]
+        by_bound = np.isin(parameters["rule"], (AcceptanceRule.TYPICAL, AcceptanceRule.THRESHOLD))
+        return bool(((parameters["greedy"] | by_bound) & ~parameters["adjusts"]).all())
 
     def propose(
         self, logits: torch.Tensor, slots: list[int], positions: list[int], drafted: list[list[int]]
@@ -255,3 +267,16 @@ class Sampler:
     def _in_vocabulary(self, values: torch.Tensor) -> torch.Tensor:
         assert values.shape[1] >= self._vocab_size, "logits are at least as wide as the vocabulary"
         return values[:, : self._vocab_size]
+
+
+def _verification(
+    host: HostTree, last_nodes: Int64Array, own_tokens: Int64Array, logprobs: list[Logprobs | None]
+) -> Verification:
+    """The paths to last_nodes [R] and the target's own_tokens [R] behind them."""
+    paths = host.paths(last_nodes)
+    tokens = host.tokens.tolist()
+    emitted = [
+        [*(tokens[node] for node in path[1:]), own]
+        for path, own in zip(paths, own_tokens.tolist(), strict=True)
+    ]
+    return Verification([len(path) - 1 for path in paths], paths, emitted, logprobs)

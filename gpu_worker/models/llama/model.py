@@ -104,6 +104,10 @@ class LlamaForCausalLM:
         """See CausalLM.compute_logits."""
         return self.lm_head(hidden).float()
 
+    def compute_argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See CausalLM.compute_argmax."""
+        return self.compute_logits(hidden).argmax(dim=-1)
+
     def truncated(self, num_layers: int) -> LlamaForCausalLM:
         """See CausalLM.truncated."""
         if not 1 <= num_layers <= self.num_layers:
