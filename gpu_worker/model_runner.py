@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,12 +13,12 @@ from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.batching import SequenceRows, build_forward_batch
 from gpu_worker.draft_tree import DraftTree, chain_tree, merge_trees
 from gpu_worker.drafting.base import Drafter, DraftRequest, TargetProgress
-from gpu_worker.kv_pool import KVPool
+from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.base import CausalLM
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler, Verification
 from shared_mem.enums import SpeculationMethod
-from shared_mem.records import Logprobs, RowPlan, RowResult, StepPlan, StepResult
+from shared_mem.records import FOLLOWS, Logprobs, RowPlan, RowResult, StepPlan, StepResult
 
 Publish = Callable[[StepResult], None]
 
@@ -38,7 +38,7 @@ class ModelRunner:
     def __init__(
         self,
         target: CausalLM,
-        pool: KVPool,
+        pool: PagedPool,
         attention: AttentionBackend,
         sampler: Sampler,
         table: RequestTable,
@@ -62,7 +62,7 @@ class ModelRunner:
         if not plan.rows:
             publish(StepResult(plan.step_id, ()))
             return
-        step = self._draft(plan)
+        step = self._draft(self._located(plan))
         verification, prompt_logprobs = self._verify(step)
         results, progress = self._commit(step, verification, prompt_logprobs)
         duration_us = int((time.perf_counter() - started) * 1e6)
@@ -84,6 +84,16 @@ class ModelRunner:
                 drafter.admit(admission)
         for update in plan.page_updates:
             self._table.set_pages(update)
+
+    def _located(self, plan: StepPlan) -> StepPlan:
+        """The plan with the num_computed of rows that were planned before anybody could know it."""
+        rows = tuple(
+            replace(row, num_computed=int(self._table.num_tokens[row.slot]) - 1)
+            if row.num_computed == FOLLOWS
+            else row
+            for row in plan.rows
+        )
+        return replace(plan, rows=rows)
 
     def _draft(self, plan: StepPlan) -> _Step:
         """Asks each row's drafter for a tree; rows that do not draft are trees of one node."""
@@ -131,8 +141,12 @@ class ModelRunner:
         wanted = np.concatenate(
             [np.arange(ends[i] - n, ends[i]) for i, n in zip(step.sampling, nodes.tolist(), strict=True)]
         )
-        logits = self._target.compute_logits(hidden[torch.from_numpy(wanted).to(hidden.device)])  # [N, V]
+        hidden = hidden[torch.from_numpy(wanted).to(hidden.device)]  # [N, h]
         slots = [step.rows[i].slot for i in step.sampling]
+        if not self._sampler.needs_logits(slots):
+            best = self._target.compute_argmax(hidden)
+            return self._sampler.verify_greedy(step.tree, best), prompt_logprobs
+        logits = self._target.compute_logits(hidden)  # [N, V]
         lengths = [int(self._table.num_tokens[slot]) for slot in slots]
         return self._sampler.verify(step.tree, logits, slots, lengths), prompt_logprobs
 

@@ -3,6 +3,9 @@
 Indices: `position` and token counts are 0-based counts of tokens of one sequence (prompt + generated).
 A sequence with n tokens has KV for its first `num_computed` tokens; a decoding one has num_computed == n - 1,
 since the token sampled last has no KV yet.
+
+Steps run in the order of their plans, but a plan may be made while earlier ones have no result yet: then nobody
+but the worker knows how many tokens a sequence has when the step begins. Such rows say FOLLOWS.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from dataclasses import dataclass
 
 from shared_mem.enums import AcceptanceRule, SpeculationMethod
 from shared_mem.layout import Int32Array
+
+# RowPlan.num_computed of a decoding row behind one without a result: the worker's own count, known tokens - 1.
+FOLLOWS = -1
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,13 @@ class RowPlan:
     Target rows are the sequence's tokens num_computed .. num_computed + num_query - 1. `samples` says that
     the last of them is the sequence's last known token, so that the next token is drawn behind it. A
     decoding row has num_query 1 and may carry up to num_draft_tokens draft tokens of `method`; the worker
-    may propose fewer. Pages cover num_computed + num_query + num_draft_tokens + 1 tokens.
+    may propose fewer. Pages cover num_computed + num_query + num_draft_tokens + 1 tokens, at most those of the
+    context limit.
+
+    Where the sequence has a sampling row in a step without a result yet, num_computed is FOLLOWS: the worker
+    puts its own count there, known tokens - 1. Pages and draft tokens then fit even if it accepted every draft.
+    The sequence may have ended with that row. Then this one is computed in vain, within the same bounds, and its
+    result is dropped: in the worst case it draws one token behind the context limit, but computes none there.
     """
 
     slot: int

@@ -7,12 +7,13 @@ and result_layout.py, the rules that both layouts share in layout.py.
 from __future__ import annotations
 
 from shared_mem.layout import LAYOUT_VERSION, Float32Array, Int32Array, LayoutError, UInt8Array
-from shared_mem.plan import Admission, PageUpdate, RowPlan, SamplingRecord, SlotRelease, StepPlan
+from shared_mem.plan import FOLLOWS, Admission, PageUpdate, RowPlan, SamplingRecord, SlotRelease, StepPlan
 from shared_mem.plan_layout import decode_plan, encode_plan
 from shared_mem.result import Logprobs, RowResult, StepResult
 from shared_mem.result_layout import decode_result, encode_result
 
 __all__ = [
+    "FOLLOWS",
     "LAYOUT_VERSION",
     "Admission",
     "Float32Array",

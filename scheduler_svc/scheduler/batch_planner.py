@@ -7,6 +7,11 @@ The budget max_batched_tokens counts every row of the step, draft rows too, and 
 3. draft tokens, out of what is left. A draft row may save one sequence a step, a prompt row always brings a
    waiting caller nearer to its first token; so drafts come last and cannot starve prefill.
 Pages follow the same order. Drafts give way before anybody is preempted.
+
+Plans may be made ahead, while steps are in flight. A sequence then gets a row behind its rows in flight, unless
+they surely end it: what a prefill chunk comes to is known, and a sampling row adds one token and its accepted
+drafts. Pages and limits hold for all drafts accepted, what is worth drafting is judged for none. No more than one
+sampling row may be without a result: the bounds stay close, and a sequence that ends computes one row in vain.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from scheduler_svc.scheduler.counters import Counters
 from scheduler_svc.scheduler.limits import Limits
 from scheduler_svc.scheduler.page_allocator import PageAllocator
 from scheduler_svc.scheduler.request import Sequence, SequenceState
+from scheduler_svc.scheduler.rows_in_flight import RowsInFlight
 from scheduler_svc.scheduler.slots import SlotTable
 from scheduler_svc.scheduler.speculation_policy import (
     NO_SPECULATION,
@@ -25,6 +31,7 @@ from scheduler_svc.scheduler.speculation_policy import (
     SpeculationPolicy,
 )
 from scheduler_svc.scheduler.waiting_queue import WaitingQueue
+from shared_mem.records import FOLLOWS
 
 
 @dataclass(slots=True)
@@ -32,7 +39,7 @@ class PlannedRow:
     """One sequence's part of the step."""
 
     sequence: Sequence
-    num_computed: int
+    num_computed: int  # or FOLLOWS, see RowPlan
     num_query: int
     samples: bool
     admitted: bool = False
@@ -57,26 +64,27 @@ class BatchPlanner:
         self._queue = queue
         self._policy = policy
         self._counters = counters
-        self.short_of_pages = False  # the last plan left someone waiting though a slot was free
+        self.short_of_pages = False  # the last plan left someone waiting for pages
 
     def plan(self) -> list[PlannedRow]:
-        """The rows of the next step; their sequences hold slots and pages for everything the step may write.
-
-        Sequences with a step in flight are left out: what comes next for them is not known yet.
-        """
+        """The rows of the next step; their sequences hold slots and pages for everything the step may write."""
         ready = sorted(
-            (sequence for sequence in self._slots.running if sequence.step_in_flight is None),
+            (
+                sequence
+                for sequence in self._slots.running
+                if sequence.in_flight.num_sampling <= 1 and sequence.num_remaining_tokens > 0
+            ),
             key=lambda sequence: sequence.rank,
         )
-        num_decoding = sum(sequence.decoding for sequence in ready)
+        num_decoding = sum(sequence.decodes_next for sequence in ready)
         prefill_budget = self._limits.max_batched_tokens - num_decoding
         rows: list[PlannedRow] = []
+        self.short_of_pages = False
         for sequence in ready:
             row = self._running_row(sequence, prefill_budget)
             if row is not None:
                 rows.append(row)
-                prefill_budget -= 0 if sequence.decoding else row.num_query
-        self.short_of_pages = False
+                prefill_budget -= 0 if sequence.decodes_next else row.num_query
         rows += self._admissions(prefill_budget)
         self._add_speculation(rows)
         return rows
@@ -84,11 +92,12 @@ class BatchPlanner:
     def _running_row(self, sequence: Sequence, prefill_budget: int) -> PlannedRow | None:
         if sequence.state is not SequenceState.RUNNING:
             return None  # preempted a moment ago for someone of higher rank
-        missing = len(sequence.tokens) - sequence.num_computed
-        num_query = 1 if sequence.decoding else min(missing, prefill_budget)
-        if num_query <= 0 or not self._make_room(sequence, sequence.num_computed + num_query + 1):
+        missing = sequence.num_tokens_at_least - sequence.num_computed_at_least
+        num_query = 1 if sequence.decodes_next else min(missing, prefill_budget)
+        if num_query <= 0 or not self._make_room(sequence, sequence.num_computed_at_most + num_query + 1):
             return None
-        return PlannedRow(sequence, sequence.num_computed, num_query, samples=num_query == missing)
+        num_computed = FOLLOWS if sequence.in_flight.num_sampling else sequence.num_computed_at_least
+        return PlannedRow(sequence, num_computed, num_query, samples=num_query == missing)
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Pages for num_tokens, preempting from the lowest rank upwards; False if the sequence has to wait.
@@ -96,13 +105,26 @@ class BatchPlanner:
         Rows are planned in order of rank, so a victim has no row in this plan yet.
         """
         while not self._allocator.grow(sequence, num_tokens):
-            if self._allocator.ledger.num_quarantined:
-                return False  # these come back as soon as the step in flight retires; no need to preempt
+            if self._pages_come_back(sequence):
+                self.short_of_pages = True
+                return False
             victim = max(self._slots.running, key=lambda running: running.rank)
             self.preempt(victim)
             if victim is sequence:
                 return False
         return True
+
+    def _pages_come_back(self, sequence: Sequence) -> bool:
+        """Whether results in flight will free pages, so that it is too early to preempt somebody for `sequence`.
+
+        Nobody is preempted for a row ahead: the sequence's own result is still to come, and until then drafts
+        take no more pages.
+        """
+        return (
+            sequence.in_flight.last_step is not None
+            or self._allocator.ledger.num_quarantined > 0
+            or any(running.num_remaining_tokens <= 0 for running in self._slots.running)
+        )
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes slot and pages; the sequence waits in front of its priority class and is computed again.
@@ -112,7 +134,7 @@ class BatchPlanner:
         self._allocator.release(sequence)
         self._slots.vacate(sequence)
         sequence.state = SequenceState.WAITING
-        sequence.step_in_flight = None
+        sequence.in_flight = RowsInFlight()  # their results will be dropped
         sequence.decoding = False
         if not sequence.started_sent:
             sequence.prompt_logprobs.clear()  # they are computed again from the first token on
@@ -129,8 +151,8 @@ class BatchPlanner:
                 continue
             row = self._admit(sequence, budget)
             if row is None:
-                self.short_of_pages = True
-                break  # nobody overtakes: a large prompt would never find enough free pages
+                self.short_of_pages = True  # nobody overtakes: a large prompt would never find enough of them
+                break
             budget -= row.num_query
             rows.append(row)
         return rows
@@ -142,7 +164,7 @@ class BatchPlanner:
         return any(
             sibling is not sequence
             and sibling.state is SequenceState.RUNNING
-            and sibling.num_computed < shareable
+            and sibling.num_computed < shareable  # pages enter the cache with the result
             for sibling in siblings
         )
 
@@ -173,34 +195,35 @@ class BatchPlanner:
     def _add_speculation(self, rows: list[PlannedRow]) -> None:
         """Decides on drafts row by row; each gets an even share of the rows that are left."""
         left = self._limits.max_batched_tokens - sum(row.num_query for row in rows)
-        drafting = [row for row in rows if row.sequence.decoding]
+        drafting = [row for row in rows if row.sequence.decodes_next]
         if len(drafting) < len(rows) and not self._limits.drafts_beside_prefill:
             left = 0
         num_ahead = len(drafting)
         for row in rows:
-            share = 0
-            if row.sequence.decoding:
+            sequence, share = row.sequence, 0
+            if sequence.decodes_next:
                 share = -(-left // num_ahead)
                 num_ahead -= 1
-            row.speculation = self._decide(row.sequence, share)
+            row.speculation = self._decide(sequence, share)
             num_drafts = row.speculation.num_draft_tokens
             left -= num_drafts
-            grown = self._allocator.grow(row.sequence, row.num_computed + row.num_query + num_drafts + 1)
+            num_written = sequence.num_computed_at_most + row.num_query + num_drafts
+            grown = self._allocator.grow(sequence, num_written + 1)
             assert grown, "the policy drafts no more than pages can cover"
 
     def _decide(self, sequence: Sequence, num_budget_rows: int) -> SpeculationDecision:
-        request = sequence.request
-        remaining = min(
-            request.submit.stopping.max_tokens - sequence.num_generated,
-            self._limits.max_context_tokens - len(sequence.tokens),
-        )
+        request, allocator = sequence.request, self._allocator
+        # While somebody waits for pages, drafts make do with those at hand: what they take is not back until
+        # their result is, and a plan made ahead would find it taken every time.
+        covered = allocator.num_covered_tokens if self.short_of_pages else allocator.num_coverable_tokens
         facts = SpeculationFacts(
             method=request.method,
             max_draft_tokens=request.max_draft_tokens,
-            num_tokens=len(sequence.tokens),
-            decoding=sequence.decoding,
-            num_remaining_tokens=remaining,
+            num_tokens=sequence.num_tokens_at_least,
+            decoding=sequence.decodes_next,
+            num_remaining_tokens=sequence.num_remaining_tokens,
             num_budget_rows=num_budget_rows,
-            num_coverable_tokens=self._allocator.num_coverable_tokens(sequence),
+            num_coverable_tokens=covered(sequence),
+            num_unsure_tokens=sequence.in_flight.num_draft_tokens,
         )
         return self._policy.decide(facts)

@@ -2,7 +2,7 @@
 
 A sequence's pages are `cache_nodes` (shared, complete, never written again) followed by private ones. Surplus
 pages go back whenever a result is applied: the ledger then says what sequences need, and no idle page keeps
-another sequence waiting. The worker may still list such pages; it writes only what a row's plan covers.
+another sequence waiting. The worker may still list such pages; it writes only what the tokens it knows call for.
 """
 
 from __future__ import annotations
@@ -72,7 +72,14 @@ class PageAllocator:
 
     def num_coverable_tokens(self, sequence: Sequence) -> int:
         """Tokens that the sequence's pages would cover if it took every available page."""
-        return (len(sequence.pages) + self.ledger.num_available) * self.page_size
+        return self._covered(len(sequence.pages) + self.ledger.num_available)
+
+    def num_covered_tokens(self, sequence: Sequence) -> int:
+        """Tokens that the sequence's pages cover."""
+        return self._covered(len(sequence.pages))
+
+    def _covered(self, num_pages: int) -> int:
+        return min(num_pages * self.page_size, self._max_context_tokens)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Makes the pages cover num_tokens, evicting cached ones; False (no change) if too few can be had."""
@@ -86,17 +93,22 @@ class PageAllocator:
         return True
 
     def trim(self, sequence: Sequence) -> None:
-        """Gives back pages behind the one that takes the next token; none of its steps may be in flight."""
-        keep = max(self.pages_for(sequence.num_computed + 1), len(sequence.cache_nodes))
+        """Gives back pages behind the one that takes the next token.
+
+        Rows in flight keep pages for the case that all of their drafts are accepted: room for 1 + num_draft_tokens
+        tokens for each sampling row, of which there are two at most. They write nothing behind that: what goes
+        back needs no quarantine.
+        """
+        keep = max(self.pages_for(sequence.num_computed_at_most + 1), len(sequence.cache_nodes))
         for page in sequence.pages[keep:]:
             self.ledger.give_back(page, None)
         del sequence.pages[keep:]
         sequence.num_pages_sent = min(sequence.num_pages_sent, keep)
 
     def release(self, sequence: Sequence) -> None:
-        """Takes all pages of a leaving sequence; a step in flight may still write private ones."""
+        """Takes all pages of a leaving sequence; steps in flight may still write private ones."""
         for page in sequence.pages[len(sequence.cache_nodes) :]:
-            self.ledger.give_back(page, sequence.step_in_flight)
+            self.ledger.give_back(page, sequence.in_flight.last_step)
         self.cache.let_go(sequence.cache_nodes)
         sequence.pages = []
         sequence.cache_nodes = []
@@ -122,11 +134,13 @@ class PageAllocator:
         if node is None:
             node = self.cache.insert(salt, parent, key, page, has_draft_kv)
         elif node.has_draft_kv or sequence.num_draft_computed <= index * self.page_size:
-            # Another sequence filled the same page meanwhile: share its copy and free ours.
+            # Another sequence filled the same page meanwhile: share its copy and free ours, which steps in
+            # flight still read and may fill with draft KV. They fill none that only our copy would have: where a
+            # drafter follows it does so from the first row on, and then there would be draft KV by now.
             self.cache.hold(node)
             sequence.pages[index] = node.page
             sequence.num_pages_sent = min(sequence.num_pages_sent, index)
-            self.ledger.give_back(page, None)
+            self.ledger.give_back(page, sequence.in_flight.last_step)
         elif has_draft_kv and self.ledger.references(node.page) == 0:
             # Sharing would lose draft KV that the worker counts on; nobody holds the other copy: keep ours.
             self.cache.replace_page(node, page, has_draft_kv)

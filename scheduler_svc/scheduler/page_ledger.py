@@ -16,7 +16,7 @@ class PageLedger:
     free         nobody's; may be handed out
     owned        held by running sequences; by more than one only if it is a page of the prefix cache
     cached       in the prefix cache and held by nobody: evictable
-    quarantined  held by nobody, but a step in flight may still write it; free once that step has retired
+    quarantined  held by nobody, but steps in flight may still write it; free once the last of them has retired
     """
 
     def __init__(self, num_pages: int) -> None:

@@ -1,8 +1,8 @@
 """The scheduler's process: one thread waits for frontends, workers, results and signals.
 
 `python -m scheduler_svc.scheduler.process --config-json FILE --runtime-dir DIR`. It sleeps in one poll and
-never spins. After a result the next plan goes out before the tokens of the last one: workers idle until it is
-there.
+never spins. Plans are made one step ahead, so that workers never wait for one: while a step runs, the plan of the
+next lies in their ring. After a result the next plan goes out before the tokens of the last one.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from scheduler_svc.scheduler.worker_group import WorkerGroup, WorkerLostError
 from shared_mem.errors import SharedMemoryError
 from shared_mem.segment import sweep_stale
 
+_STEPS_IN_FLIGHT = 2  # the one that runs and the one behind it
 _HEARTBEAT_CHECK_SECONDS = 0.5  # while a step is in flight
 _RETRY_AFTER_SECONDS = 1.0
 
@@ -113,7 +114,7 @@ class SchedulerProcess:
             self._context.term()
 
     def _turn(self) -> None:
-        """Everything that has happened since the last turn, then the next step."""
+        """Everything that has happened since the last turn, then the next steps."""
         self._read_signals()
         self._workers.receive_control()
         if self._scheduler is None and self._workers.is_ready:
@@ -128,8 +129,7 @@ class SchedulerProcess:
                 self._workers.check_heartbeats()
             now = time.time()
             self._outbox += scheduler.expire(now)
-            plan = scheduler.schedule(now)
-            if plan is not None:
+            while (plan := scheduler.schedule(now)) is not None:
                 self._workers.send(plan)
         self._go_on_draining()
 
@@ -216,7 +216,7 @@ class SchedulerProcess:
         hellos = self._workers.hellos
         limits = resolve_limits(self._config, hellos)
         self._model = served_model(self._config, limits, hellos[0].model)
-        self._scheduler = Scheduler(limits)
+        self._scheduler = Scheduler(limits, max_steps_in_flight=_STEPS_IN_FLIGHT)
         if self._drain_until is not None:
             self._scheduler.accepting = False
             return

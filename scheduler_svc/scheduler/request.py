@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from scheduler_svc.messages import Submit, TokenLogprobs
 from scheduler_svc.scheduler.limits import Limits
+from scheduler_svc.scheduler.rows_in_flight import RowsInFlight
 from scheduler_svc.scheduler.stopping import EndRules
 from shared_mem.enums import SpeculationMethod
 from shared_mem.records import SamplingRecord
@@ -77,10 +78,10 @@ class Sequence:
     leaves_cache_alone: bool = False  # its next full page exists in the cache, in a form it cannot share
     num_pages_marked: int = 0  # leading cache_nodes whose draft KV is known to be valid
     num_pages_sent: int = 0  # leading pages that the worker knows
-    num_computed: int = 0
+    num_computed: int = 0  # by steps whose results are here
     num_draft_computed: int = 0
-    decoding: bool = False  # has drawn a token since it got its slot
-    step_in_flight: int | None = None
+    decoding: bool = False  # has drawn a token since it got its slot, as far as results tell
+    in_flight: RowsInFlight = field(default_factory=RowsInFlight)
 
     # over its whole life
     page_keys: list[bytes] = field(default_factory=list)
@@ -98,6 +99,37 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - len(self.request.submit.token_ids)
+
+    @property
+    def num_tokens_at_least(self) -> int:
+        """Known tokens once the rows in flight are through, if no draft is accepted."""
+        return len(self.tokens) + self.in_flight.num_sampling
+
+    @property
+    def num_tokens_at_most(self) -> int:
+        """The same if every draft is accepted."""
+        return self.num_tokens_at_least + self.in_flight.num_draft_tokens
+
+    @property
+    def num_computed_at_least(self) -> int:
+        """Tokens with KV once the rows in flight are through, if no draft is accepted."""
+        return self.num_computed + self.in_flight.num_query
+
+    @property
+    def num_computed_at_most(self) -> int:
+        """The same if every draft is accepted."""
+        return self.num_computed_at_least + self.in_flight.num_draft_tokens
+
+    @property
+    def decodes_next(self) -> bool:
+        """Whether the row behind those in flight is a decode row."""
+        return self.decoding or self.in_flight.num_sampling > 0
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens that the rows in flight leave to generate at most; none: they surely end the sequence."""
+        num_generated = self.num_generated + self.in_flight.num_sampling
+        return self.request.end_rules.max_generated_tokens - num_generated
 
     @property
     def rank(self) -> RankKey:

@@ -1,15 +1,14 @@
 """Everything between a Submit and its last token: plans steps, applies their results. No I/O, no clock.
 
 Its caller (process.py) brings messages, results and the time, and carries what comes back. Per step:
-`expire`, `schedule` (the plan goes to the workers), then `apply` of the result (events go to frontends).
+`expire`, `schedule` (the plan goes to the workers), then `apply` of the result (events go to frontends). Several
+steps may be in flight: plans look ahead (batch_planner.py), results are applied in order.
 """
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
 
 from scheduler_svc.errors import ErrorReason
 from scheduler_svc.messages import Abort, AbortReply, Cancel, LoadReply, Rejected, Submit, TokenEvent
@@ -25,13 +24,14 @@ from scheduler_svc.scheduler.events import (
 )
 from scheduler_svc.scheduler.limits import Limits
 from scheduler_svc.scheduler.page_allocator import PageAllocator
+from scheduler_svc.scheduler.plan_records import step_plan
 from scheduler_svc.scheduler.request import Request, Sequence, SequenceState, new_request
 from scheduler_svc.scheduler.slots import SlotTable
 from scheduler_svc.scheduler.speculation_policy import FixedSpeculation, SpeculationPolicy
 from scheduler_svc.scheduler.stopping import find_end
 from scheduler_svc.scheduler.waiting_queue import WaitingQueue
 from shared_mem.enums import SpeculationMethod
-from shared_mem.records import Admission, PageUpdate, RowPlan, RowResult, SamplingRecord, StepPlan, StepResult
+from shared_mem.records import RowPlan, RowResult, StepPlan, StepResult
 
 _RETRY_AFTER_SECONDS = 1.0
 
@@ -190,54 +190,19 @@ class Scheduler:
         if not planned:
             return None
         self._step_id += 1
-        admissions = [self._admission(row, now) for row in planned if row.admitted]
-        updates = []
-        rows = []
         for row in planned:
-            sequence = row.sequence
-            if sequence.num_pages_sent < len(sequence.pages):
-                first = sequence.num_pages_sent
-                pages = np.array(sequence.pages[first:], dtype=np.int32)
-                updates.append(PageUpdate(sequence.slot, first, pages))
-                sequence.num_pages_sent = len(sequence.pages)
-            sequence.step_in_flight = self._step_id
-            rows.append(
-                RowPlan(
-                    slot=sequence.slot,
-                    epoch=sequence.epoch,
-                    num_computed=row.num_computed,
-                    num_query=row.num_query,
-                    samples=row.samples,
-                    method=row.speculation.method,
-                    num_draft_tokens=row.speculation.num_draft_tokens,
-                )
-            )
-        plan = StepPlan(
-            step_id=self._step_id,
-            releases=self._slots.take_releases(),
-            admissions=tuple(admissions),
-            page_updates=tuple(updates),
-            rows=tuple(rows),
-        )
+            if row.sequence.first_scheduled_time is None:
+                self._note_first_admission(row, now)
+        plan = step_plan(self._step_id, planned, self._slots.take_releases())
         self._in_flight.append(_StepInFlight(plan.step_id, plan.rows))
         return plan
 
-    def _admission(self, row: PlannedRow, now: float) -> Admission:
+    def _note_first_admission(self, row: PlannedRow, now: float) -> None:
         sequence = row.sequence
-        if sequence.first_scheduled_time is None:
-            sequence.first_scheduled_time = now
-            sequence.num_cached_tokens = row.num_computed
-            self.counters.num_prompt_tokens += sequence.num_prompt_tokens
-            self.counters.num_cached_tokens += row.num_computed
-        return Admission(
-            slot=sequence.slot,
-            epoch=sequence.epoch,
-            token_ids=np.array(sequence.tokens, dtype=np.int32),
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_cached_tokens=row.num_computed,
-            num_draft_cached_tokens=sequence.num_draft_computed,
-            sampling=_without_delivered_prompt_logprobs(sequence),
-        )
+        sequence.first_scheduled_time = now
+        sequence.num_cached_tokens = row.num_computed
+        self.counters.num_prompt_tokens += sequence.num_prompt_tokens
+        self.counters.num_cached_tokens += row.num_computed
 
     def apply(self, result: StepResult) -> list[Outbound]:
         """Takes over what the oldest step in flight came to; returns its token events, grouped by frontend.
@@ -258,19 +223,21 @@ class Scheduler:
             sequence = self._slots.tenant(row.slot, row.epoch)
             if sequence is None:
                 continue
-            event = self._apply_row(sequence, planned, row)
+            event = self._apply_row(step.step_id, sequence, planned, row)
             if event is not None:
                 events.append((sequence.request.frontend, event))
         return per_frontend(events)
 
-    def _apply_row(self, sequence: Sequence, planned: RowPlan, row: RowResult) -> TokenEvent | None:
+    def _apply_row(
+        self, step_id: int, sequence: Sequence, planned: RowPlan, row: RowResult
+    ) -> TokenEvent | None:
         num_expected = row.num_accepted_tokens + 1 if planned.samples else 0
         if len(row.token_ids) != num_expected:
             raise ResultError(f"slot {row.slot}: {len(row.token_ids)} tokens, expected {num_expected}")
         if not row.num_accepted_tokens <= row.num_draft_tokens <= planned.num_draft_tokens:
             counts = (row.num_accepted_tokens, row.num_draft_tokens, planned.num_draft_tokens)
             raise ResultError(f"slot {row.slot}: accepted, proposed, allowed drafts are {counts}")
-        sequence.step_in_flight = None
+        sequence.in_flight.remove(step_id, planned)
         sequence.num_steps += 1
         if not sequence.started_sent and row.prompt_logprobs is not None:
             sequence.prompt_logprobs += token_logprobs(row.prompt_logprobs, planned.num_query) or ()
@@ -278,7 +245,7 @@ class Scheduler:
         token_ids = row.token_ids[:num_kept].tolist()
         sequence.tokens += token_ids
         # Rows of accepted drafts computed their tokens' KV; behind an end there are no tokens.
-        num_computed = planned.num_computed + planned.num_query + row.num_accepted_tokens
+        num_computed = sequence.num_computed + planned.num_query + row.num_accepted_tokens
         sequence.num_computed = min(num_computed, len(sequence.tokens))
         sequence.num_draft_computed = max(sequence.num_draft_computed, row.num_draft_computed)
         self._allocator.publish(sequence)
@@ -297,7 +264,7 @@ class Scheduler:
     # --- ends ---
 
     def _end(self, sequence: Sequence) -> None:
-        """Takes everything from a live sequence; a step in flight may still write its pages."""
+        """Takes everything from a live sequence; steps in flight may still write its pages."""
         if sequence.state is SequenceState.RUNNING:
             self._allocator.release(sequence)
             self._slots.vacate(sequence)
@@ -363,9 +330,3 @@ class Scheduler:
         self._allocator.ledger.check(
             [sequence.pages for sequence in self._slots.running], self._allocator.cache.pages()
         )
-
-
-def _without_delivered_prompt_logprobs(sequence: Sequence) -> SamplingRecord:
-    """After a preemption nobody needs the prompt's log-probabilities again, and hits may skip its rows."""
-    sampling = sequence.sampling
-    return replace(sampling, num_prompt_logprobs=-1) if sequence.started_sent else sampling

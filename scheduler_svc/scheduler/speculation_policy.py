@@ -14,8 +14,12 @@ from shared_mem.enums import SpeculationMethod
 class SpeculationFacts:
     """What a decision may look at: one sequence that is about to get a row.
 
-    The last three bound what one step can take: tokens still to generate, rows left in the step's budget for
-    this sequence, tokens that its pages could cover.
+    Rows in flight may add to what is known of it: counts are those without any accepted draft, and
+    num_unsure_tokens says how many more tokens there can be when the row runs. What is of use is judged without
+    them, what fits with them.
+
+    num_remaining_tokens, num_budget_rows and num_coverable_tokens bound what one step can take: tokens still to
+    generate, rows left in the step's budget for this sequence, tokens that its pages could cover.
     """
 
     method: SpeculationMethod  # the caller's wish or the server's default
@@ -24,7 +28,8 @@ class SpeculationFacts:
     decoding: bool  # False for a row that still computes the prompt: it cannot draft yet
     num_remaining_tokens: int
     num_budget_rows: int
-    num_coverable_tokens: int
+    num_coverable_tokens: int  # never more than the context limit
+    num_unsure_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,11 @@ class SpeculationPolicy(Protocol):
     """Chooses for each sequence and step; never more than fits."""
 
     def decide(self, facts: SpeculationFacts) -> SpeculationDecision:
-        """The method and the most draft tokens (tree nodes) for one row."""
+        """The method and the most draft tokens (tree nodes) for one row.
+
+        While a sequence has its slot, a method may end (DISABLED) but not begin: the pages of others may stand in
+        for its own then, and a drafter that comes late would miss the KV that it never wrote there.
+        """
         ...
 
 
@@ -59,22 +68,22 @@ class FixedSpeculation:
     def decide(self, facts: SpeculationFacts) -> SpeculationDecision:
         """See SpeculationPolicy.decide."""
         drafter = self._drafters.get(facts.method)
+        num_tokens_at_most = facts.num_tokens + facts.num_unsure_tokens
         wished = min(facts.max_draft_tokens, drafter.max_draft_tokens) if drafter is not None else 0
         if drafter is None or wished <= 0:
             return NO_SPECULATION
         if drafter.max_context_tokens:
             # Every draft token gets a position of the draft model. A sequence only grows: past that limit the
             # drafter is of no more use to it.
-            wished = min(wished, drafter.max_context_tokens - facts.num_tokens)
-            if wished <= 0:
+            if facts.num_tokens >= drafter.max_context_tokens:
                 return NO_SPECULATION
+            wished = min(wished, drafter.max_context_tokens - num_tokens_at_most)
         if not facts.decoding:
             return SpeculationDecision(facts.method, 0)
         # A step yields its accepted drafts and one token more: drafting the last token would be in vain.
         useful = facts.num_remaining_tokens - 1
         if useful <= 0:
             return NO_SPECULATION
-        # A decoding row computes token num_tokens - 1; its pages cover one token more than the drafts behind
-        # it.
-        covered = facts.num_coverable_tokens - facts.num_tokens - 1
+        # A decoding row computes the last known token; its pages cover one token more than the drafts behind it.
+        covered = facts.num_coverable_tokens - num_tokens_at_most - 1
         return SpeculationDecision(facts.method, max(0, min(wished, useful, facts.num_budget_rows, covered)))

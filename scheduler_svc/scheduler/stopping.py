@@ -19,6 +19,11 @@ class EndRules:
     max_context_tokens: int
     num_prompt_tokens: int
 
+    @property
+    def max_generated_tokens(self) -> int:
+        """The token of this number ends the sequence, whatever it is."""
+        return min(self.max_tokens, self.max_context_tokens - self.num_prompt_tokens)
+
 
 @dataclass(frozen=True)
 class End:
@@ -35,7 +40,7 @@ def find_end(rules: EndRules, num_generated: int, new_tokens: Sequence[int]) -> 
     The ending token itself is kept, everything behind it is cut. EOS and stop ids count only once min_tokens
     tokens stand before them.
     """
-    limit = min(rules.max_tokens, rules.max_context_tokens - rules.num_prompt_tokens)
+    limit = rules.max_generated_tokens
     for i, token in enumerate(new_tokens):
         position = num_generated + i
         if position >= rules.min_tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -75,6 +76,7 @@ class InProcessEngine:
         attention: Callable[[], AttentionBackend] = CPUAttention,
         prefix_cache: bool = True,
         drafts_beside_prefill: bool = True,
+        steps_in_flight: int = 1,
     ) -> None:
         device = torch.device("cpu")
         max_context = max_context_tokens or target.config.max_position_embeddings
@@ -122,7 +124,8 @@ class InProcessEngine:
             drafts_beside_prefill=drafts_beside_prefill,
             prefix_cache=prefix_cache,
         )
-        self.scheduler = Scheduler(self.limits)
+        self.scheduler = Scheduler(self.limits, max_steps_in_flight=steps_in_flight)
+        self._plans: deque[bytes] = deque()  # in the worker's ring, oldest first
         self.num_steps = 0
         self.outputs: dict[tuple[str, int], Output] = {}
         self._num_requests = 0
@@ -165,13 +168,15 @@ class InProcessEngine:
         return outputs
 
     def step(self) -> bool:
-        """One step; False if there was nothing to do."""
-        plan = self.scheduler.schedule(0.0)
-        if plan is None:
+        """The oldest planned step, once all that may be planned ahead is; False if there was nothing to do."""
+        while (plan := self.scheduler.schedule(0.0)) is not None:
+            self.scheduler.check_integrity()
+            self._plans.append(encode_plan(plan))
+        if not self._plans:
             return False
         self.num_steps += 1
         published: list[StepResult] = []
-        self.runner.execute(decode_plan(encode_plan(plan)), published.append)
+        self.runner.execute(decode_plan(self._plans.popleft()), published.append)
         (result,) = published
         self._take(self.scheduler.apply(decode_result(encode_result(result))))
         self.scheduler.check_integrity()

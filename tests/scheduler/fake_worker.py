@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ class FakeWorker(threading.Thread):
         self.go_on = threading.Event()
         self.go_on.set()
         self.failure = ""
+        self.num_plans_ready = 0  # when a result was held back last: plans for the steps behind it
         self.got_shutdown = False
         self.refused = ""
 
@@ -86,12 +88,16 @@ class FakeWorker(threading.Thread):
         socket.send(control.encode(control.WorkerAttached(0)))
         try:
             while True:
-                for data in plans.drain():
+                ready = deque(plans.drain())
+                while ready:
+                    data = ready.popleft()
                     if self.failure:
                         socket.send(control.encode(control.WorkerFailed(0, self.failure)))
                         continue
                     result = simulated.execute(decode_plan(data))
                     while not self.go_on.wait(0.01):
+                        ready += plans.drain()
+                        self.num_plans_ready = len(ready)
                         if socket.poll(0):
                             break
                     results.send(encode_result(result), 5.0)

@@ -106,6 +106,13 @@ class Output:
     finished: Finished | None = None
 
 
+@dataclass
+class _StepInFlight:
+    plan: StepPlan
+    cache_pages: frozenset[int]  # when the plan was made
+    writable: dict[tuple[int, int], list[int]]  # (slot, epoch) of a row -> private pages that it may write
+
+
 class Harness:
     """Runs steps; results may be held back, so that things happen between dispatch and result."""
 
@@ -120,9 +127,7 @@ class Harness:
         self.rejected: dict[str, Rejected] = {}
         self.aborted: list[str] = []
         self.plans: list[StepPlan] = []
-        self._in_flight: deque[tuple[StepPlan, frozenset[int], dict[tuple[int, int], frozenset[int]]]] = (
-            deque()
-        )
+        self._in_flight: deque[_StepInFlight] = deque()
 
     def submit(self, submit: Submit) -> None:
         self.take(self.scheduler.submit(FRONTEND, submit))
@@ -145,26 +150,36 @@ class Harness:
         self.plans.append(plan)
         for update in plan.page_updates:
             owner = next((row.slot, row.epoch) for row in plan.rows if row.slot == update.slot)
-            for _, _, writable in self._in_flight:
-                for other, pages in writable.items():
-                    assert other == owner or not pages & set(update.page_ids.tolist()), (
+            for step in self._in_flight:
+                for other, pages in step.writable.items():
+                    assert other == owner or not set(pages) & set(update.page_ids.tolist()), (
                         "page is still written"
                     )
         cache_pages = frozenset(self.scheduler._allocator.cache.pages())
         writable = {
-            (sequence.slot, sequence.epoch): frozenset(sequence.pages[len(sequence.cache_nodes) :])
+            (sequence.slot, sequence.epoch): sequence.pages[len(sequence.cache_nodes) :]
             for sequence in self.scheduler._slots.running
-            if sequence.step_in_flight == plan.step_id
+            if sequence.in_flight.last_step == plan.step_id
         }
-        self._in_flight.append((plan, cache_pages, writable))
+        self._in_flight.append(_StepInFlight(plan, cache_pages, writable))
         return plan
 
     def deliver(self) -> None:
         """Executes and applies the oldest step in flight."""
-        plan, cache_pages, _ = self._in_flight.popleft()
-        result = self.worker.execute(plan, cache_pages)
+        step = self._in_flight.popleft()
+        result = self.worker.execute(step.plan, step.cache_pages)
+        running = {(s.slot, s.epoch): s for s in self.scheduler._slots.running}
+        before = {key: list(sequence.pages) for key, sequence in running.items()}
         self.take(self.scheduler.apply(result))
         self.scheduler.check_integrity()
+        # What is known now bounds what steps in flight write (the worker checks it): no page that turned out to be
+        # complete or surplus.
+        complete = set(self.scheduler._allocator.cache.pages())
+        for key, sequence in running.items():
+            surplus = set(before[key][len(sequence.pages) :]) if sequence.pages else set()
+            for later in self._in_flight:
+                if key in later.writable:
+                    later.writable[key] = [p for p in later.writable[key] if p not in surplus | complete]
 
     def step(self) -> StepPlan | None:
         """One whole step."""

@@ -8,13 +8,13 @@ batched, drafted, preempted or shared, a request's text must be `model_text`.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from scheduler_svc.scheduler.limits import Limits
 from shared_mem.enums import SpeculationMethod
-from shared_mem.records import Admission, Logprobs, RowPlan, RowResult, StepPlan, StepResult
+from shared_mem.records import FOLLOWS, Admission, Logprobs, RowPlan, RowResult, StepPlan, StepResult
 
 VOCAB_SIZE = 40
 _MASK = (1 << 61) - 1
@@ -76,6 +76,7 @@ class SimulatedWorker:
         self._last_step = 0
         self.num_computed_tokens = 0
         self.peak_rows = 0
+        self.num_rows_ahead = 0  # whose place only the worker knew
 
     def execute(self, plan: StepPlan, cache_pages: frozenset[int] = frozenset()) -> StepResult:
         """One step. `cache_pages`: pages of the prefix cache when the plan was made; none may be written."""
@@ -89,7 +90,8 @@ class SimulatedWorker:
             slot = self.slots[update.slot]
             assert update.first_index <= len(slot.pages)
             slot.pages[update.first_index :] = update.page_ids.tolist()
-        for row in plan.rows:
+        rows = tuple(self._located(row) for row in plan.rows)
+        for row in rows:
             slot = self.slots[row.slot]
             covered = row.num_computed + row.num_query + row.num_draft_tokens + 1
             slot.num_valid_pages = self._pages_for(covered)
@@ -100,7 +102,14 @@ class SimulatedWorker:
         assert len({row.slot for row in plan.rows}) == len(plan.rows)
         admitted = {admission.slot for admission in plan.admissions}
         assert admitted <= {row.slot for row in plan.rows}
-        return StepResult(plan.step_id, tuple(self._execute_row(row, cache_pages) for row in plan.rows))
+        return StepResult(plan.step_id, tuple(self._execute_row(row, cache_pages) for row in rows))
+
+    def _located(self, row: RowPlan) -> RowPlan:
+        if row.num_computed != FOLLOWS:
+            return row
+        self.num_rows_ahead += 1
+        assert (row.num_query, row.samples) == (1, True)
+        return replace(row, num_computed=len(self.slots[row.slot].tokens) - 1)
 
     def _admit(self, admission: Admission) -> None:
         assert 0 <= admission.slot < self._limits.max_running_requests
@@ -134,6 +143,9 @@ class SimulatedWorker:
             assert row.num_query == 1
             assert row.samples
             assert row.method is not SpeculationMethod.DISABLED
+            # neither model ever sees a position at its limit, even if this follows a row that accepted every draft
+            limit = self._limits.drafters[row.method].max_context_tokens or self._limits.max_context_tokens
+            assert end + row.num_draft_tokens <= min(limit, self._limits.max_context_tokens)
         for position in range(row.num_computed):
             assert self._read(self._kv, slot, position) == slot.hashes[position], "lost or foreign KV"
         for position in range(slot.num_draft_computed):
@@ -153,6 +165,7 @@ class SimulatedWorker:
             drawn.append(next_token(slot.hashes[-1], slot.admission.sampling.seed))
             slot.tokens.append(drawn[-1])
             slot.hashes.append(extend_hash(slot.hashes[-1], drawn[-1]))
+        assert len(slot.tokens) <= self._limits.max_context_tokens + 1
         # the accepted path now lies behind the root; what the tree left behind it is junk
         for position in range(end, end + accepted):
             self._write(self._kv, slot, position, slot.hashes[position], cache_pages)
@@ -179,8 +192,11 @@ class SimulatedWorker:
         if row.method is not SpeculationMethod.DRAFT_MODEL:
             return
         end = min(
-            slot.num_computed + row.samples, self._limits.drafters[row.method].max_context_tokens or 1 << 30
+            slot.num_computed + row.samples,
+            self._limits.drafters[row.method].max_context_tokens or 1 << 30,
+            len(slot.pages) * self._limits.page_size,
         )
+        assert self._pages_for(end) <= slot.num_valid_pages
         for position in range(slot.num_draft_computed, end):
             page = slot.pages[position // self._limits.page_size]
             for holder in self._holders(page):

@@ -22,6 +22,7 @@ from scheduler_svc.errors import ErrorReason
 from scheduler_svc.messages import (
     Abort,
     AbortReply,
+    Cancel,
     FrontendHello,
     LoadQuery,
     LoadReply,
@@ -172,6 +173,30 @@ def test_serves_answers_queries_and_drains(service: Service) -> None:
     assert code == 0
     service.worker.join(timeout=5)
     assert service.worker.got_shutdown
+
+
+def test_while_a_step_runs_the_next_plan_is_there(service: Service) -> None:
+    service.serve()
+    service.worker.hold()
+    service.send(make_submit("r", prompt_of(5), max_tokens=30))
+    until = time.monotonic() + 10
+    while not service.worker.num_plans_ready and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert service.worker.num_plans_ready == 1
+    service.send(Cancel("r"))
+    service.worker.go_on.set()
+    submit = make_submit("next", prompt_of(6), max_tokens=20)
+    service.send(submit)
+    tokens: list[int] = []
+    while len(tokens) < 20:
+        tokens += [
+            t
+            for event in service.receive(TokenEvents).events
+            if event.request_id == "next"
+            for t in event.token_ids
+        ]
+    assert tokens == model_text(submit.token_ids, 1, 20)
 
 
 def test_before_the_worker_is_there_requests_are_told_so(service: Service) -> None:

@@ -45,7 +45,7 @@ def random_submit(rng: random.Random, number: int, now: float, prefixes: list[tu
         n=rng.choice((1, 1, 1, 1, 2, 3)),
         seed=rng.randrange(1 << 32),
         method=rng.choice((None, SpeculationMethod.DISABLED, SpeculationMethod.NGRAM, _DRAFT, _DRAFT)),
-        max_draft_tokens=rng.choice((None, None, 0, 1, 7)),
+        max_draft_tokens=rng.choice((None, None, 0, 1, 7, 16)),
         ignore_eos=rng.random() < 0.3,
         min_tokens=rng.choice((0, 0, 0, 1, 4)),
         stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice((0, 0, 1, 2)))),
@@ -62,10 +62,14 @@ def random_submit(rng: random.Random, number: int, now: float, prefixes: list[tu
     ("num_requests", "max_steps_in_flight", "num_pages", "tree_width", "changes"),
     [
         (1000, 1, 18, 1, {}),
-        (400, 2, 24, 2, {}),
+        (1000, 2, 18, 1, {}),
+        (1000, 3, 24, 2, {}),
         (300, 1, 16, 3, {"max_batched_tokens": 8, "drafts_beside_prefill": False}),
+        (300, 2, 16, 3, {"max_batched_tokens": 8, "drafts_beside_prefill": False}),
+        (300, 2, 20, 1, {"page_size": 3, "max_context_tokens": 59}),
         (200, 3, 20, 1, {"prefix_cache": False}),
         (200, 1, 24, 1, {"max_running_requests": 12}),
+        (200, 2, 24, 1, {"max_running_requests": 12}),
     ],
 )
 def test_random_requests_on_a_small_pool(
@@ -76,11 +80,10 @@ def test_random_requests_on_a_small_pool(
         _DRAFT: DrafterFacts(int(_DRAFT), "draft", 6, 40),
     }
     limits = make_limits(
+        **{"max_context_tokens": min(64, num_pages * 4)} | changes,
         num_pages=num_pages,
-        max_context_tokens=min(64, num_pages * 4),
         max_queued_requests=20,
         drafters=drafters,
-        **changes,
     )
     rng = random.Random(num_requests * 31 + num_pages)
     harness = Harness(limits, max_steps_in_flight, seed=5, tree_width=tree_width)
@@ -116,6 +119,7 @@ def test_random_requests_on_a_small_pool(
         harness.deliver()
 
     assert scheduler.counters.num_preemptions > 0
+    assert (harness.worker.num_rows_ahead > 0) == (max_steps_in_flight > 1)
     assert harness.rejected
     reasons = {rejected.reason for rejected in harness.rejected.values()}
     assert reasons <= {ErrorReason.QUEUE_FULL, ErrorReason.EXPIRED_IN_QUEUE}

@@ -43,6 +43,12 @@ FACTS = SpeculationFacts(
         ({"decoding": False}, 0),
         ({"method": DRAFT_MODEL, "max_draft_tokens": 8}, 6),
         ({"method": DRAFT_MODEL, "num_tokens": 29}, 3),  # positions 29, 30, 31 of 32
+        ({"num_unsure_tokens": 50}, 5),
+        ({"num_unsure_tokens": 2, "num_coverable_tokens": 25}, 2),
+        ({"num_unsure_tokens": 5, "num_coverable_tokens": 25}, 0),
+        ({"method": DRAFT_MODEL, "num_tokens": 27, "num_unsure_tokens": 2}, 3),
+        ({"method": DRAFT_MODEL, "num_tokens": 27, "num_unsure_tokens": 5}, 0),  # but the drafter follows
+        ({"num_unsure_tokens": 50, "num_remaining_tokens": 4}, 3),
     ],
 )
 def test_bounds(changes: dict[str, object], expected: int) -> None:
