@@ -1,0 +1,1 @@
+"""Side by side with other engines: prepare -> engines in environments of their own -> rounds -> report."""
