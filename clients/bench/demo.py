@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 QUESTION = (
-    "Here is a shopping list: two apples, three pears, one loaf of bread, a bottle of milk. "
-    "Repeat the list line by line, then say in one sentence what it is for."
+    "Rewrite this as a numbered list: Wash the rice. Soak the rice for ten minutes. Bring the water to a boil. "
+    "Add the rice to the boiling water. Let the rice rest."
 )
 
 
