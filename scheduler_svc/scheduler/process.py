@@ -206,7 +206,8 @@ class SchedulerProcess:
     def _forget(self, gone: set[bytes]) -> None:
         """Nobody listens to a frontend's requests any more once it is gone."""
         for frontend in gone:
-            log.warning("frontend_gone")
+            # while draining frontends leave first: nothing is wrong then
+            (log.warning if self._drain_until is None else log.info)("frontend_gone")
             if self._scheduler is not None:
                 self._scheduler.forget_frontend(frontend)
 
