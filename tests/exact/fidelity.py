@@ -2,8 +2,8 @@
 
     python -m tests.exact.fidelity --prompts FILE.jsonl --limit 100
 
-The answers are written by float32 (the embedded model, greedy); each row of the table scores the same tokens. A ratio of
-1.005 means half a percent more perplexity than float32 itself.
+The answers are written by float32 (the embedded model, greedy); each row of the table scores the same tokens. A ratio
+of 1.005 means half a percent more perplexity than float32 itself.
 """
 
 from __future__ import annotations
