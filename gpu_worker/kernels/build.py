@@ -24,14 +24,14 @@ _COMMON = (
     "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi",
 )  # fmt: skip
 _AVX512 = (
-    "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c",
+    "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c", "-mprfchw",
     "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # GCC 12's own intrinsics headers
 )  # fmt: skip
 # Flags of the kernels' translation units; the others are compiled for any processor.
 _X86_KERNELS = {
     "kernels_avx512bf16": ("-O3", *_AVX512, "-mavx512bf16"),
     "kernels_avx512": ("-O3", *_AVX512),
-    "kernels_avx2": ("-O3", "-mavx2", "-mfma", "-mf16c"),
+    "kernels_avx2": ("-O3", "-mavx2", "-mfma", "-mf16c", "-mprfchw"),
 }
 _X86_MACHINES = ("x86_64", "AMD64")
 

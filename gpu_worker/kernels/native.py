@@ -112,7 +112,6 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "dl_linear_run": (_STATUS, (_HANDLE, _HANDLE, c_int32, _ARRAY, c_int64, c_int32, _ARRAY)),
     "dl_pool_create": (_HANDLE, (c_int64, c_int64, c_int64, c_int64)),
     "dl_pool_destroy": (None, (_HANDLE,)),
-    "dl_pool_bytes": (c_int64, (c_int64, c_int64, c_int64, c_int64)),
     "dl_pool_move": (_STATUS, (_HANDLE, _ARRAY, _ARRAY, c_int64)),
     "dl_pool_write": (_STATUS, (_HANDLE, c_int64, _ARRAY, c_int64, _ARRAY, _ARRAY)),
     "dl_pool_read": (_STATUS, (_HANDLE, c_int64, _ARRAY, c_int64, _ARRAY, _ARRAY)),

@@ -102,9 +102,6 @@ DlPool* dl_pool_create(int64_t num_layers, int64_t num_slots, int64_t num_kv_hea
   return created<DlPool>([&] { return new DlPool(num_layers, num_slots, num_kv_heads, head_dim); });
 }
 void dl_pool_destroy(DlPool* pool) { delete pool; }
-int64_t dl_pool_bytes(int64_t num_layers, int64_t num_slots, int64_t num_kv_heads, int64_t head_dim) {
-  return dl::pool_bytes(num_layers, num_slots, num_kv_heads, head_dim);
-}
 int32_t dl_pool_move(DlPool* pool, const int64_t* sources, const int64_t* targets, int64_t count) {
   return guarded([&] { pool->move(sources, targets, count); });
 }

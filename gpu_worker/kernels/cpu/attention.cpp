@@ -21,15 +21,9 @@ void AttentionScratch::reserve(const Kernels& kernels, const DlPool& pool) {
   tiles_ = weights_ + weights;
 }
 
-void PartialResults::reserve(int64_t count, int64_t padded) {
-  memory.reserve(static_cast<size_t>(count * (padded + 2)) * 4);
-  output = memory.as<float>();
-  maximum = output + count * padded;
-  total = maximum + count;
-}
-
 LayerAttention::LayerAttention(const AttentionPlan& plan, const Kernels& kernels, const DlPool& pool, int64_t layer,
-                               int64_t num_heads, const uint8_t* queries, PartialResults& partials, float* out)
+                               int64_t num_heads, const uint8_t* queries, const PartialResults& partials,
+                               float* out)
     : plan_(plan),
       kernels_(kernels),
       pool_(pool),

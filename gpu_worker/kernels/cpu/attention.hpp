@@ -18,11 +18,9 @@ class AttentionScratch {
 
 // Per (pair, block) results of tiles whose blocks are shared out among threads.
 struct PartialResults {
-  Memory memory;
+  float* output;  // [count, padded]
   float* maximum;
   float* total;
-  float* output;
-  void reserve(int64_t count, int64_t padded);
 };
 
 class LayerAttention {
@@ -33,7 +31,7 @@ class LayerAttention {
   }
 
   LayerAttention(const AttentionPlan& plan, const Kernels& kernels, const DlPool& pool, int64_t layer,
-                 int64_t num_heads, const uint8_t* queries, PartialResults& partials, float* out);
+                 int64_t num_heads, const uint8_t* queries, const PartialResults& partials, float* out);
 
   // Quantises the rows and heads of item `index` of the plan into `to`, or keeps its partial results. `likely_next` is
   // the index of an item that this thread may well do next, whose keys are fetched meanwhile.
@@ -61,7 +59,7 @@ class LayerAttention {
   const DlPool& pool_;
   const int64_t layer_, num_heads_, repeats_, padded_;
   const uint8_t* queries_;  // [rows, num_heads, head_dim / 2] pairs
-  PartialResults& partials_;
+  const PartialResults partials_;
   float* out_;  // [rows, num_heads * head_dim]
   const bool aligned_;  // a KV head's outputs are whole slabs of the next linear's inputs
 };

@@ -98,7 +98,6 @@ DL_API int32_t dl_linear_run(const DlLinear* linear, DlTeam* team, int32_t isa, 
 
 DL_API DlPool* dl_pool_create(int64_t num_layers, int64_t num_slots, int64_t num_kv_heads, int64_t head_dim);
 DL_API void dl_pool_destroy(DlPool* pool);
-DL_API int64_t dl_pool_bytes(int64_t num_layers, int64_t num_slots, int64_t num_kv_heads, int64_t head_dim);
 DL_API int32_t dl_pool_move(DlPool* pool, const int64_t* sources, const int64_t* targets, int64_t count);
 DL_API int32_t dl_pool_write(DlPool* pool, int64_t layer, const int64_t* slots, int64_t count, const float* keys,
                              const float* values);

@@ -70,6 +70,8 @@ DlLinear* create_linear(int32_t format, int64_t n, int64_t k);
 void pack(DlLinear& linear, int32_t source, const uint8_t* data, int64_t rows, int64_t row_bytes, int64_t column0,
           int64_t stride);
 DlLinear* select_columns(const DlLinear& linear, const int64_t* columns, int64_t count);
+// Throws Error unless activations in groups of `group` inputs can meet weights of `format`.
+void check_group(int32_t format, int32_t group);
 // One column's weights, [k].
 void dequantise_column(const DlLinear& linear, int64_t column, float* out);
 

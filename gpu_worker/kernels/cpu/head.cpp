@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "error.hpp"
+#include "linear_work.hpp"
+#include "workspace.hpp"
 
 namespace dl {
 
@@ -65,7 +67,7 @@ class TopK {
     float* out = scratch_.data() + thread * kStripRows * kStripColumns;
     for (int64_t row0 = 0; row0 < rows_; row0 += kStripRows) {
       const int64_t count = std::min(kStripRows, rows_ - row0);
-      kernels_.linear(view, block0, block1, x, row0, count, out, kStripColumns, Epilogue::kStore);
+      kernels_.linear(view, block0, block1, x, row0, count, nullptr, out, kStripColumns);
       for (int64_t r = 0; r < count; r++) keep(out + r * kStripColumns, columns, strip, row0 + r, thread);
     }
   }
@@ -132,13 +134,14 @@ void run_on(Team& team, Fn&& fn) {
 void run_linear(const DlLinear& linear, Team& team, const Kernels& kernels, int32_t group, const float* x,
                 int64_t rows, float* y) {
   check_group(linear.format, group);
-  ActivationBuffer buffer;
-  const Activations input = buffer.reserve(rows, linear.k, linear.format, group, kernels);
+  ActivationRing ring;
+  ring.reserve(1, rows, linear.k, kernels);
+  const Activations input = ring.at(0, linear.format, group);
   const LinearWork work(linear, rows);
   run_on(team, [&](Worker& worker) {
     worker.phase(rows, [&](int64_t row) { kernels.quantise(x + row * linear.k, 0, linear.k, input, row); });
     worker.phase(work.items(),
-               [&](int64_t item) { work.run(kernels, input, y, linear.n, Epilogue::kStore, item); });
+               [&](int64_t item) { work.run(kernels, input, nullptr, y, linear.n, item); });
   });
 }
 
@@ -146,8 +149,9 @@ void run_topk(const DlLinear& head, Team& team, const Kernels& kernels, int32_t 
               int64_t rows, int32_t k, int64_t* ids, float* logits, float* lse) {
   check_group(head.format, group);
   require(k >= 1 && k <= 64 && k <= head.n, "k: " + std::to_string(k) + " is not in 1..64 or above the vocabulary");
-  ActivationBuffer buffer;
-  const Activations input = buffer.reserve(rows, head.k, head.format, group, kernels);
+  ActivationRing ring;
+  ring.reserve(1, rows, head.k, kernels);
+  const Activations input = ring.at(0, head.format, group);
   TopK topk(head, team, kernels, rows, static_cast<size_t>(k), lse != nullptr);
   run_on(team, [&](Worker& worker) {
     worker.phase(rows, [&](int64_t row) { kernels.quantise(hidden + row * head.k, 0, head.k, input, row); });

@@ -1,6 +1,8 @@
 // The output head: hidden rows to logits, to the best id, or to the best few with the log-sum-exp.
 #pragma once
-#include "model.hpp"
+#include "formats.hpp"
+#include "isa.hpp"
+#include "team.hpp"
 
 namespace dl {
 

@@ -22,12 +22,11 @@ struct Activations {
   bool as_pairs;
 };
 
-enum class Epilogue : int32_t { kStore, kAdd };
-
 constexpr int kBlockKeys = 128;    // keys per attention block, counted from logical position 0
 constexpr int kGroupKeys = 16;     // keys per tile of the KV pool
 constexpr int kBlockGroups = kBlockKeys / kGroupKeys;
 constexpr int kMaxPairs = 64;      // (row, query head) pairs that share one KV head in one call
+constexpr int kMaxHeadDim = 512;
 
 // One block of keys against some pairs.
 struct AttentionBlock {
@@ -61,9 +60,14 @@ struct Kernels {
   int64_t pair_bytes;
 
   // out[row - row0, column] for rows row0 .. row0 + rows - 1 and column blocks block0 .. block1 - 1, `out` standing
-  // at column block0 * 16; columns from view.n on are not written.
+  // at column block0 * 16; columns from view.n on are not written. Unless `add` is null, its elements are added.
   void (*linear)(const WeightView& view, int64_t block0, int64_t block1, const Activations& x, int64_t row0,
-                 int64_t rows, float* out, int64_t out_stride, Epilogue epilogue);
+                 int64_t rows, const float* add, float* out, int64_t stride);
+
+  // Asks for the cache lines of memory that is read, or written, soon: half of it was last used by another core, and
+  // many lines asked for at once take hardly longer than one.
+  void (*will_read)(const void* p, int64_t bytes);
+  void (*will_write)(const void* p, int64_t bytes);
 
   // y = x / sqrt(mean(x^2) + eps) * weight.
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* y);

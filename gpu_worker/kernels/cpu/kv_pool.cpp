@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "error.hpp"
-#include "formats.hpp"
+#include "isa.hpp"
 #include "scalar.hpp"
 
 namespace dl {
@@ -33,11 +33,6 @@ float get(const uint8_t* p) {
 
 }  // namespace
 
-int64_t pool_bytes(int64_t num_layers, int64_t num_slots, int64_t num_kv_heads, int64_t head_dim) {
-  const int64_t tile = kGroup * 2 * (head_dim + round_up(head_dim, 16));
-  return num_layers * ceil_div(num_slots, kGroup) * num_kv_heads * tile;
-}
-
 void copy_lane(const DlPool& pool, const uint8_t* from_tile, int64_t from, uint8_t* to_tile, int64_t to) {
   auto* source = const_cast<uint8_t*>(from_tile);
   for (int64_t i = 0; i < pool.head_dim / 2; i++) std::memcpy(key_pair(to_tile, to, i), key_pair(source, from, i), 4);
@@ -55,7 +50,12 @@ DlPool::DlPool(int64_t layers, int64_t slots, int64_t kv_heads, int64_t dim)
   require(layers >= 1 && slots >= 1 && kv_heads >= 1, "pool: layers " + std::to_string(layers) + ", slots " +
                                                           std::to_string(slots) + ", kv_heads " +
                                                           std::to_string(kv_heads) + " must be positive");
-  require(dim >= 2 && dim % 2 == 0 && dim <= 512, "head_dim: " + std::to_string(dim) + " is not even or not in 2..512");
+  require(dim >= 2 && dim % 2 == 0 && dim <= kMaxHeadDim, "head_dim: " + std::to_string(dim) + " is not even or not in 2..512");
+  // Far beyond any memory, and small enough for what follows not to overflow.
+  const __int128 values = static_cast<__int128>(layers) * slots * kv_heads * dim;
+  require(slots < int64_t{1} << 48 && values < int64_t{1} << 56, "pool: cannot allocate so many slots: " +
+                                                                     std::to_string(slots) + " in each of " +
+                                                                     std::to_string(layers) + " layers");
   padded = round_up(dim, 16);
   key_bytes = kGroup * 2 * dim;
   tile_bytes = kGroup * 2 * (dim + padded);
@@ -67,9 +67,6 @@ DlPool::DlPool(int64_t layers, int64_t slots, int64_t kv_heads, int64_t dim)
 void DlPool::write(int64_t layer, int64_t slot, int64_t kv_head, const float* key, const float* value) const {
   uint8_t* to = tile(layer, slot / kGroup, kv_head);
   const int64_t lane = slot % kGroup;
-  // A key is spread over as many cache lines as it has pairs: fetch them side by side.
-  for (int64_t i = 0; i < head_dim / 2; i++) __builtin_prefetch(key_pair(to, lane, i), 1);
-  for (int64_t i = 0; i < head_dim; i += 16) __builtin_prefetch(value_at(*this, to, lane, i), 1);
   for (int64_t i = 0; i < head_dim; i++) put(key_pair(to, lane, i / 2) + i % 2 * 2, key[i]);
   for (int64_t i = 0; i < head_dim; i++) put(value_at(*this, to, lane, i), value[i]);
 }

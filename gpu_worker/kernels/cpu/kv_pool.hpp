@@ -32,8 +32,6 @@ struct DlPool {
 
 namespace dl {
 
-int64_t pool_bytes(int64_t num_layers, int64_t num_slots, int64_t num_kv_heads, int64_t head_dim);
-
 // Copies lane `from` of one tile to lane `to` of another.
 void copy_lane(const DlPool& pool, const uint8_t* from_tile, int64_t from, uint8_t* to_tile, int64_t to);
 

@@ -142,35 +142,38 @@ struct LinearCall {
   const WeightView& view;
   int64_t block0, block1;
   const Activations& x;
-  float* out;  // row 0 of the activations, column block0 * 16
-  int64_t out_stride;
-  Epilogue epilogue;
+  const float* add;  // or null
+  float* out;
+  int64_t stride;
 };
 
 template <class Tile, int M>
-static void linear_tile(const LinearCall& call, int64_t block, int64_t row, float* out) {
+static void linear_tile(const LinearCall& call, int64_t block, int64_t row, int64_t offset) {
   const WeightView& view = call.view;
   const Rows<M> rows(call.x, row);
   F acc[M];
-  for (int r = 0; r < M; r++) acc[r] = fzero();
+  for (int r = 0; r < M; r++) {
+    acc[r] = fzero();
+    prefetch_write(call.out + offset + r * call.stride);
+  }
   Tile::template run<M>(view.data + block * view.block_bytes, view.slabs, rows, acc);
   const int64_t columns = view.n - block * 16 < 16 ? view.n - block * 16 : 16;
   for (int r = 0; r < M; r++) {
     F y = acc[r];
     if (view.column_scales != nullptr) y = fmul(y, fload(view.column_scales + block * 16));
     if (view.bias != nullptr) y = fadd(y, fload(view.bias + block * 16));
-    float* to = out + r * call.out_stride;
+    const int64_t at = offset + r * call.stride;
     if (columns == 16) {
-      if (call.epilogue == Epilogue::kAdd) y = fadd(y, fload(to));
-      fstore(to, y);
+      if (call.add != nullptr) y = fadd(y, fload(call.add + at));
+      fstore(call.out + at, y);
     } else {
-      if (call.epilogue == Epilogue::kAdd) y = fadd(y, fload_n(to, columns));
-      fstore_n(to, y, columns);
+      if (call.add != nullptr) y = fadd(y, fload_n(call.add + at, columns));
+      fstore_n(call.out + at, y, columns);
     }
   }
 }
 
-using TileFunction = void (*)(const LinearCall&, int64_t, int64_t, float*);
+using TileFunction = void (*)(const LinearCall&, int64_t, int64_t, int64_t);
 
 template <class Tile, int M>
 constexpr void fill_tiles(TileFunction* table) {
@@ -193,15 +196,15 @@ struct TileTables {
 static constexpr TileTables tile_tables;
 
 static void linear(const WeightView& view, int64_t block0, int64_t block1, const Activations& x, int64_t row0,
-                   int64_t rows, float* out, int64_t out_stride, Epilogue epilogue) {
-  const LinearCall call{view, block0, block1, x, out, out_stride, epilogue};
+                   int64_t rows, const float* add, float* out, int64_t stride) {
+  const LinearCall call{view, block0, block1, x, add, out, stride};
   const TileFunction* table = tile_tables.of[view.format];
   // Tiles as even as can be: 16 rows go as 8 and 8, not as 12 and 4.
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   for (int64_t block = block0; block < block1; block++) {
     for (int64_t t = 0; t < tiles; t++) {
       const int64_t begin = rows * t / tiles, end = rows * (t + 1) / tiles;
-      table[end - begin](call, block, row0 + begin, out + begin * out_stride + (block - block0) * 16);
+      table[end - begin](call, block, row0 + begin, begin * stride + (block - block0) * 16);
     }
   }
 }

@@ -140,6 +140,12 @@ int64_t source_row_bytes(int32_t source, int64_t k) {
 
 }  // namespace
 
+void check_group(int32_t format, int32_t group) {
+  require(group == 32 || group == 64, "activation_group: " + std::to_string(group) + " is neither 32 nor 64");
+  require(format != DL_W8 || group == 64,
+          "activation_group: weights W8 need groups of 64, not " + std::to_string(group));
+}
+
 DlLinear* create_linear(int32_t format, int64_t n, int64_t k) {
   require(format >= DL_W8 && format <= DL_BF16, "format: " + std::to_string(format) + " is unknown");
   require(n >= 1 && k >= 1, "linear: n " + std::to_string(n) + " and k " + std::to_string(k) + " must be positive");

@@ -1,5 +1,13 @@
 // Row kernels: norm, activation quantisation, SiLU, rotary embedding. Included in an instruction set's namespace.
 
+static void will_read(const void* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) prefetch(static_cast<const uint8_t*>(p) + i);
+}
+
+static void will_write(const void* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) prefetch_write(static_cast<const uint8_t*>(p) + i);
+}
+
 // 2^x for x <= 127: polynomial on [-1/2, 1/2], relative error about 2e-7.
 inline F exp2_lanes(F x) {
   x = fmax(x, fset(-127.0f));
@@ -113,7 +121,7 @@ static void rotate_key(const float* x, const RotaryHead& head, float* y) {
 }
 
 static void rotate_query(const float* x, const RotaryHead& head, float scale, uint8_t* pairs) {
-  float y[512];
+  float y[kMaxHeadDim];
   rotate_key(x, head, y);
   const int64_t d = head.head_dim;
   Pair buffer[8];

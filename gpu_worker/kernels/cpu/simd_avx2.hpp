@@ -119,6 +119,8 @@ inline I dot8(I acc, I weights, const int8_t* x) {
 }
 
 inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+// For writing: another core's copy of the line is taken away while there is something else to do.
+inline void prefetch_write(const void* p) { __builtin_prefetch(p, 1); }
 // Into the second-level cache: more of these can be under way at a time.
 inline void prefetch_far(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 

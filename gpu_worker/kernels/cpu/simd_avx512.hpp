@@ -58,6 +58,8 @@ inline I start8(int32_t offset) { return _mm512_set1_epi32(offset); }
 inline I dot8(I acc, I weights, const int8_t* x) { return _mm512_dpbusd_epi32(acc, weights, spread4(x)); }
 
 inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+// For writing: another core's copy of the line is taken away while there is something else to do.
+inline void prefetch_write(const void* p) { __builtin_prefetch(p, 1); }
 // Into the second-level cache: more of these can be under way at a time.
 inline void prefetch_far(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 

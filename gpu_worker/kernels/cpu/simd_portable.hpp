@@ -79,6 +79,7 @@ inline Acc4 dot4(Acc4 acc, I weights, const int8_t* x) { return dot8(acc, weight
 inline I finish4(Acc4 acc) { return acc; }
 
 inline void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
+inline void prefetch_write(const void* p) { __builtin_prefetch(p, 1); }
 inline void prefetch_far(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
 
 struct Pair {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from gpu_worker.weights.gguf_checkpoint import GGUFCheckpoint
 from gpu_worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 from tests.gpu_worker.gguf_models import write_gguf
 from tests.models import make_tiny_llama
+
+# run_sanitized.sh tests a build of its own.
+if chosen_library := os.environ.get("DRAFTLINE_TEST_KERNELS"):
+    native._LIBRARY = Path(chosen_library)
 
 QUANTISED = {
     "q4_0": gguf.GGMLQuantizationType.Q4_0,

@@ -72,3 +72,5 @@ def test_errors() -> None:
         NativeKVPool(installed(), 1, 1, 16, 1, 15)
     with pytest.raises(DeviceError, match="cannot allocate"):
         NativeKVPool(installed(), 1000, 1 << 40, 16, 8, 128)
+    with pytest.raises(DeviceError, match="cannot allocate"):
+        NativeKVPool(installed(), 100, 1 << 32, 16, 1, 64)
