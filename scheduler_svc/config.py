@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,13 @@ class ServerConfig:
     dtype: str = "auto"  # auto | float32 | bfloat16 | int8
     device: str = "auto"  # auto | cpu | cuda
     listen: str = "127.0.0.1:50051"  # HOST:PORT or unix:PATH; port 0 takes any free one
-    speculation: tuple[SpeculationMethod, ...] = (SpeculationMethod.NGRAM,)  # loaded methods; the first is the default
+    speculation: tuple[SpeculationMethod, ...] = (
+        SpeculationMethod.NGRAM,
+    )  # loaded methods; the first is the default
     num_draft_tokens: int = 4
-    draft_model: str = ""  # directory, GGUF file, hub id, or "layers:N" for the target cut to its first N layers
+    draft_model: str = (
+        ""  # directory, GGUF file, hub id, or "layers:N" for the target cut to its first N layers
+    )
     page_size: int = 16
     num_pages: int = 0  # 0: from the memory that is free
     max_running_requests: int = 64
@@ -107,6 +112,8 @@ def check(config: ServerConfig) -> ServerConfig:
             raise StartupError(f"{field}: {value!r} is not one of {', '.join(allowed)}")
     if SpeculationMethod.DRAFT_MODEL in config.speculation and not config.draft_model:
         raise StartupError("speculation draft-model: --draft-model names no model")
-    if config.drain_grace_seconds < 0:
-        raise StartupError(f"drain_grace_seconds: {config.drain_grace_seconds} is below 0")
+    if not 0 <= config.drain_grace_seconds < math.inf:
+        raise StartupError(
+            f"drain_grace_seconds: {config.drain_grace_seconds} is not a number of seconds from 0 on"
+        )
     return config

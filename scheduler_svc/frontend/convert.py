@@ -60,7 +60,7 @@ async def read_generate(
             "cache_salt", f"{len(request.cache_salt)} characters are above {MAX_SALT_CHARACTERS}"
         )
     _check_stopping(request.stopping, model)
-    token_ids = await read_prompt(request.prompt, tokenizer, model.vocab_size)
+    token_ids = await read_prompt(request.prompt, tokenizer, model.vocab_size, model.max_prompt_tokens)
     stopping = _read_stopping(request.stopping, model, len(token_ids))
     submit = Submit(
         request_id=request.request_id,

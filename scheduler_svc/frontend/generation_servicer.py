@@ -75,7 +75,9 @@ class GenerationServicer:
         """The prompt's ids, by the same code as Generate's."""
         served = self._state.require_model()
         check_model(request.model, served.model)
-        ids = await read_prompt(request.prompt, served.tokenizer, served.model.vocab_size)
+        ids = await read_prompt(
+            request.prompt, served.tokenizer, served.model.vocab_size, served.model.max_prompt_tokens
+        )
         return generation_pb2.TokenizeResponse(token_ids=ids)
 
     async def Detokenize(

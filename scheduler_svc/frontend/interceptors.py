@@ -8,11 +8,13 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
 import structlog
+from google.protobuf.message import DecodeError
 
 from scheduler_svc.errors import DraftlineError, InvalidFieldError
 from scheduler_svc.frontend import status
@@ -54,7 +56,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
         return make_handler(
             call,
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=_tolerant(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
 
@@ -94,6 +96,25 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         await context.abort_with_status(status.grpc_status(failure, request_id))
 
 
+@dataclass(frozen=True)
+class _Undecodable:
+    """Bytes of a request that are no message of its type (or nest too deeply to be read)."""
+
+    why: str
+
+
+def _tolerant(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """gRPC answers UNKNOWN to an exception in here; like this our own error table answers."""
+
+    def deserialize(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except DecodeError as error:
+            return _Undecodable(str(error))
+
+    return deserialize
+
+
 def _request_id(request: Any, context: grpc.aio.ServicerContext) -> tuple[str, DraftlineError | None]:
     """The call's id: the request's own, else the x-request-id header's, else a new one.
 
@@ -110,6 +131,8 @@ def _request_id(request: Any, context: grpc.aio.ServicerContext) -> tuple[str, D
         problem = InvalidFieldError(name, f"{wished[:80]!r} is not 1 to 64 of A-Z, a-z, 0-9, _ and -")
         wished = ""
     request_id = wished or uuid.uuid4().hex
-    if "request_id" in request.DESCRIPTOR.fields_by_name:
+    if isinstance(request, _Undecodable):
+        problem = InvalidFieldError("request", f"cannot be decoded: {request.why}")
+    elif "request_id" in request.DESCRIPTOR.fields_by_name:
         request.request_id = request_id
     return request_id, problem

@@ -9,7 +9,7 @@ from typing import Any
 from draftline.v1 import generation_pb2
 from google.protobuf import struct_pb2
 
-from scheduler_svc.errors import InvalidFieldError
+from scheduler_svc.errors import DraftlineError, ErrorReason, InvalidFieldError
 from scheduler_svc.frontend import checks
 from scheduler_svc.frontend.tokenizer import ServedTokenizer
 
@@ -21,9 +21,17 @@ _INLINE_CHARACTERS = 2000  # tokenising more than this would hold up other strea
 
 
 async def read_prompt(
-    prompt: generation_pb2.Prompt, tokenizer: ServedTokenizer, vocab_size: int, field: str = "prompt"
+    prompt: generation_pb2.Prompt,
+    tokenizer: ServedTokenizer,
+    vocab_size: int,
+    max_prompt_tokens: int,
+    field: str = "prompt",
 ) -> tuple[int, ...]:
-    """Token ids of a prompt, at least one. Raises InvalidFieldError naming the field under `field`."""
+    """Token ids of a prompt, at least one.
+
+    Raises InvalidFieldError naming the field under `field`, or DraftlineError PROMPT_TOO_LONG for a text that cannot
+    be of max_prompt_tokens tokens.
+    """
     kind = prompt.WhichOneof("content")
     if kind is None:
         raise InvalidFieldError(field, "one of text, tokens, chat must be set")
@@ -37,6 +45,13 @@ async def read_prompt(
         text, add_special_tokens = prompt.text, True
     else:
         text, add_special_tokens = _render(prompt.chat, tokenizer, f"{field}.chat"), False
+    # Tokenising megabytes only to refuse them would cost seconds that belong to others.
+    if (least := tokenizer.least_tokens(text)) > max_prompt_tokens:
+        raise DraftlineError(
+            ErrorReason.PROMPT_TOO_LONG,
+            f"{field}: at least {least} tokens are above {max_prompt_tokens}",
+            field=field,
+        )
     ids = await _encode(tokenizer, text, add_special_tokens)
     if not ids:
         raise InvalidFieldError(f"{field}.{kind}", "gives no tokens")

@@ -49,6 +49,10 @@ class ServedTokenizer:
         self._is_byte_level = _is_byte_level(decoder)
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        # UTF-8 bytes of text that one token can stand for, at most. A vocabulary spells bytes with one or two bytes;
+        # a normalizer may shorten text (composed characters), never by more than a factor of three.
+        longest = max(len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True))
+        self._max_token_bytes = longest * (1 if tokenizer.normalizer is None else 3)
 
     @classmethod
     def load(cls, directory: Path) -> ServedTokenizer:
@@ -80,9 +84,15 @@ class ServedTokenizer:
         """Whether `render_chat` works."""
         return self._template is not None
 
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of the number of tokens of `text`, without tokenising it."""
+        return -(-len(text.encode()) // self._max_token_bytes)
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; with the tokenizer's own BOS and the like only where asked for."""
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The batch call lets other threads run meanwhile, which `encode` does not, and skips offsets.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def render_chat(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """The conversation as the model's chat template (run in its sandbox) writes it.

@@ -83,6 +83,7 @@ class SchedulerProcess:
         for readable in (
             self._frontends.socket,
             self._workers.control_socket,
+            self._workers.connection_socket,
             self._workers.result_socket,
             signals.fileno(),
         ):
@@ -117,6 +118,7 @@ class SchedulerProcess:
         """Everything that has happened since the last turn, then the next steps."""
         self._read_signals()
         self._workers.receive_control()
+        self._workers.check_connections()
         if self._scheduler is None and self._workers.is_ready:
             self._begin_to_serve()
         for frontend, message in self._frontends.receive():

@@ -114,10 +114,12 @@ class Scheduler:
             return refuse(ErrorReason.PRECONDITION, message)
         # Requests that the next plan can start do not count as queued.
         starting = 0 if self._planner.short_of_pages else self._slots.num_free
-        if self._queue.num_requests >= limits.max_queued_requests + starting:
+        num_queued = self._queue.num_requests - starting
+        if num_queued >= limits.max_queued_requests:
             return refuse(
                 ErrorReason.QUEUE_FULL,
-                f"{self._queue.num_requests} requests wait, the limit is {limits.max_queued_requests}",
+                f"{num_queued} requests wait for a free slot, the limit (max_queued_requests) is "
+                f"{limits.max_queued_requests}",
                 _RETRY_AFTER_SECONDS,
             )
         return None

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import structlog
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from scheduler_svc.config import ServerConfig
 from scheduler_svc.errors import StartupError
@@ -63,6 +64,11 @@ class WorkerGroup:
             raise StartupError(str(error)) from error
         self.control_socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.control_socket.setsockopt(zmq.LINGER, 1000)
+        # The kernel closes a dead process's connections: that is known at once, a missing heartbeat only later.
+        self.connection_socket: zmq.Socket[bytes] = self.control_socket.get_monitor_socket(
+            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+        )
+        self._num_connections = 0
         try:
             self.control_socket.bind(address)
         except zmq.ZMQError as error:
@@ -111,6 +117,14 @@ class WorkerGroup:
             elif message.rank in self._ranks:
                 self._ranks[message.rank].attached = True
 
+    def check_connections(self) -> None:
+        """Raises WorkerLostError when fewer processes are connected than ranks were welcomed."""
+        while self.connection_socket.poll(0):
+            event = recv_monitor_message(self.connection_socket)["event"]
+            self._num_connections += 1 if event == zmq.EVENT_ACCEPTED else -1
+        if self.is_ready and self._num_connections < len(self._ranks):
+            raise WorkerLostError("its process has ended")
+
     def send(self, plan: StepPlan) -> None:
         """Hands a plan to every rank. Raises WorkerLostError when one does not take it."""
         assert self._plans is not None, "plans go out when the group is ready"
@@ -153,6 +167,8 @@ class WorkerGroup:
             self._plans.close()
         if self._heartbeat is not None:
             self._heartbeat.close()
+        self.control_socket.disable_monitor()
+        self.connection_socket.close(linger=0)
         self.control_socket.close()
 
     def _greet(self, identity: bytes, hello: control.WorkerHello) -> None:

@@ -33,7 +33,7 @@ def test_generate_streams_text_and_tells_statistics_apart(service: FakeService):
     assert result.exit_code == 0, result.output
     assert result.stdout == STORY[:9].decode() + "\n"
     assert result.stderr.count("\n") == 1
-    assert "9 tokens in 2.50 s | 4.0 tokens/s | first token 0.50 s" in result.stderr
+    assert "9 tokens in 2.50 s | 3.6 tokens/s | first token 0.50 s" in result.stderr
     assert "ngram: 6 of 8 draft tokens accepted (75%), acceptance length 4.00" in result.stderr
     assert "finish: length" in result.stderr
     assert ESCAPE not in result.output

@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from draftline import AsyncClient, Client
+from draftline import AsyncClient, Client, DraftlineError
 from draftline.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 from tests.harness.service import Service, leftovers, run_client, run_server
@@ -241,6 +241,22 @@ class TestBadStarts:
         self._fails("--model", str(tiny_model_dir), "--dtype", "float8", says=("dtype", "float8"))
 
 
+def test_a_huge_prompt_is_refused_without_holding_up_others(service: Service) -> None:
+    """A text that cannot fit is not even tokenised; bytes that are no request get a status of ours."""
+    with Client(service.address) as client:
+        started = time.monotonic()
+        with pytest.raises(DraftlineError) as caught:
+            client.generate("x y" * 8_000_000).completion()
+        assert caught.value.reason == "PROMPT_TOO_LONG"
+        assert time.monotonic() - started < 5
+    with grpc.insecure_channel(service.address) as channel:
+        call = channel.unary_stream("/draftline.v1.GenerationService/Generate")
+        with pytest.raises(grpc.RpcError) as raised:
+            list(call(b"\xff\xff\xff"))
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "cannot be decoded" in raised.value.details()
+
+
 def test_a_dead_worker_ends_streams_with_unavailable(tiny_model_dir: Path) -> None:
     before = leftovers()
     flags = ["--model", str(tiny_model_dir), "--dtype", "float32", "--num-pages", "200"]
@@ -254,9 +270,12 @@ def test_a_dead_worker_ends_streams_with_unavailable(tiny_model_dir: Path) -> No
         )
         next(stream)
         psutil.Process(service.children()["worker"]).kill()
+        killed = time.monotonic()
         with pytest.raises(grpc.RpcError) as caught:
             list(stream)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "worker is lost" in caught.value.details()
+        assert time.monotonic() - killed < 4  # seen by its closed connection, before its heartbeat is missed
         ended = service.stop()
     assert ended.code == 1
     assert leftovers() <= before

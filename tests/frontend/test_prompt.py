@@ -10,7 +10,7 @@ import pytest
 from draftline.v1 import generation_pb2
 from tokenizers import Tokenizer, processors
 
-from scheduler_svc.errors import InvalidFieldError
+from scheduler_svc.errors import DraftlineError, ErrorReason, InvalidFieldError
 from scheduler_svc.frontend.prompt import read_prompt
 from scheduler_svc.frontend.tokenizer import ServedTokenizer
 from tests.frontend.fake_scheduler import VOCAB_SIZE
@@ -48,19 +48,19 @@ async def test_text_gets_the_tokenizers_special_tokens_and_chat_none_twice(
     served = write_template(
         bos_dir, "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     )
-    text_ids = await read_prompt(generation_pb2.Prompt(text="The fox jumps over"), served, VOCAB_SIZE)
+    text_ids = await read_prompt(generation_pb2.Prompt(text="The fox jumps over"), served, VOCAB_SIZE, 8191)
     assert text_ids == (0, *tokenizer.encode("The fox jumps over").ids)
-    chat_ids = await read_prompt(chat(), served, VOCAB_SIZE)
+    chat_ids = await read_prompt(chat(), served, VOCAB_SIZE, 8191)
     assert chat_ids == (0, *tokenizer.encode("user: The fox").ids)
 
 
 async def test_tokens_are_taken_as_they_are(served_tokenizer: ServedTokenizer) -> None:
     prompt = generation_pb2.Prompt(tokens=generation_pb2.TokenIds(ids=[7, 0, 299]))
-    assert await read_prompt(prompt, served_tokenizer, VOCAB_SIZE) == (7, 0, 299)
+    assert await read_prompt(prompt, served_tokenizer, VOCAB_SIZE, 8191) == (7, 0, 299)
 
 
 async def test_chat_template_of_the_config(served_tokenizer: ServedTokenizer, tokenizer: Tokenizer) -> None:
-    ids = await read_prompt(chat(), served_tokenizer, VOCAB_SIZE)
+    ids = await read_prompt(chat(), served_tokenizer, VOCAB_SIZE, 8191)
     text = "<|im_start|>user\nThe fox<|im_end|>\n<|im_start|>assistant\n"
     assert ids == tuple(tokenizer.encode(text).ids)
     assert 1 in ids
@@ -84,7 +84,7 @@ async def test_variables_reach_the_template(bos_dir: Path) -> None:
     prompt.chat.template_variables.update(
         {"count": 3, "add_generation_prompt": False, "deep": {"list": [7]}, "half": 0.5}
     )
-    ids = await read_prompt(prompt, served, VOCAB_SIZE)
+    ids = await read_prompt(prompt, served, VOCAB_SIZE, 8191)
     assert served.decode(list(ids), special_tokens=True) == "3 False 7 0.5"
 
 
@@ -101,28 +101,41 @@ async def test_variables_reach_the_template(bos_dir: Path) -> None:
 )
 async def test_template_failures_name_the_field(bos_dir: Path, template: str, text: str) -> None:
     with pytest.raises(InvalidFieldError, match=text) as caught:
-        await read_prompt(chat(), write_template(bos_dir, template), VOCAB_SIZE)
+        await read_prompt(chat(), write_template(bos_dir, template), VOCAB_SIZE, 8191)
     assert caught.value.field == "prompt.chat"
 
 
 async def test_a_template_that_gives_nothing(bos_dir: Path) -> None:
     with pytest.raises(InvalidFieldError, match=r"prompt\.chat: gives no tokens"):
-        await read_prompt(chat(), write_template(bos_dir, "{# nothing #}"), VOCAB_SIZE)
+        await read_prompt(chat(), write_template(bos_dir, "{# nothing #}"), VOCAB_SIZE, 8191)
 
 
 async def test_a_model_without_a_template(tokenizer_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((tokenizer_dir / "tokenizer.json").read_bytes())
     with pytest.raises(InvalidFieldError, match=r"prompt\.chat: the model has no chat template"):
-        await read_prompt(chat(), ServedTokenizer.load(tmp_path), VOCAB_SIZE)
+        await read_prompt(chat(), ServedTokenizer.load(tmp_path), VOCAB_SIZE, 8191)
 
 
 async def test_ids_beyond_the_models_head_are_refused(served_tokenizer: ServedTokenizer) -> None:
     highest = max(served_tokenizer.encode("The fox", add_special_tokens=True))
     with pytest.raises(InvalidFieldError, match=r"prompt\.text\[\d\]: token id"):
-        await read_prompt(generation_pb2.Prompt(text="The fox"), served_tokenizer, highest)
+        await read_prompt(generation_pb2.Prompt(text="The fox"), served_tokenizer, highest, 8191)
 
 
 async def test_long_texts(served_tokenizer: ServedTokenizer, tokenizer: Tokenizer) -> None:
     text = "한국어 the fox " * 2000
-    ids = await read_prompt(generation_pb2.Prompt(text=text), served_tokenizer, VOCAB_SIZE)
+    ids = await read_prompt(generation_pb2.Prompt(text=text), served_tokenizer, VOCAB_SIZE, 8191)
     assert ids == tuple(tokenizer.encode(text).ids)
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    served_tokenizer: ServedTokenizer,
+) -> None:
+    text = "the fox " * 100
+    least = served_tokenizer.least_tokens(text)
+    assert 1 < least <= len(served_tokenizer.encode(text, add_special_tokens=False))
+    prompt = generation_pb2.Prompt(text=text)
+    assert await read_prompt(prompt, served_tokenizer, VOCAB_SIZE, least)
+    with pytest.raises(DraftlineError) as caught:
+        await read_prompt(prompt, served_tokenizer, VOCAB_SIZE, least - 1)
+    assert caught.value.reason is ErrorReason.PROMPT_TOO_LONG

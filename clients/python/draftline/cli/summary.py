@@ -11,10 +11,9 @@ from draftline.results import Completion, Sample, SpeculationStats
 def statistics_line(sample: Sample) -> str:
     """Tokens, speed, speculation and the reason of the end."""
     timing, tokens = sample.timing, sample.usage.completion_tokens
-    decode = timing.total - timing.time_to_first_token
     parts = [f"{tokens} tokens in {timing.total:.2f} s"]
-    if tokens > 1 and decode > 0:
-        parts.append(f"{(tokens - 1) / decode:.1f} tokens/s")
+    if tokens and timing.total > 0:
+        parts.append(f"{tokens / timing.total:.1f} tokens/s")
     parts.append(f"first token {timing.time_to_first_token:.2f} s")
     parts.append(speculation_text(sample.speculation))
     matched = f" {sample.matched_stop!r}" if sample.matched_stop is not None else ""
