@@ -16,7 +16,9 @@ class AttentionBackend(Protocol):
         """Prepares what every layer of the coming forward pass shares (indices, masks)."""
         ...
 
-    def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    def run(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         """Attention of one layer under the planned metadata.
 
         query [T, Hq, D]; keys and values [num_pages * page_size, Hkv, D], this step's rows already written.

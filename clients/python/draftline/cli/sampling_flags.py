@@ -18,7 +18,9 @@ LogitBias = Annotated[
     typer.Option(metavar="ID=BIAS", help="Added to the logit of a token id. Repeatable."),
 ]
 Seed = Annotated[int | None, typer.Option(min=0, help="Same seed, same tokens.")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most generated tokens; unset: until EOS or the context limit.")]
+MaxTokens = Annotated[
+    int | None, typer.Option(min=1, help="Most generated tokens; unset: up to the context limit.")
+]
 MinTokens = Annotated[int, typer.Option(min=0, help="No end before this many tokens.")]
 Stop = Annotated[
     list[str] | None, typer.Option(metavar="TEXT", help="Text that ends the output. Repeatable.")
