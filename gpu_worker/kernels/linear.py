@@ -105,17 +105,14 @@ class PackedLinear:
         """x [M, in_features] float32 -> [M, out_features] float32. No row depends on the others."""
         address = pointer("x", x, torch.float32, (x.shape[0], self.in_features))
         out = torch.empty(x.shape[0], self.out_features)
-        self._head_call("dl_head_logits", team, address, len(x), activation_group, out.data_ptr())
+        self._product("dl_linear_run", team, address, len(x), activation_group, out.data_ptr())
         return out
 
     def argmax(self, team: ThreadTeam, x: torch.Tensor, activation_group: int = 64) -> torch.Tensor:
         """Column of each row's largest output (ties: the lowest), [M] int64, without writing the outputs."""
         address = pointer("x", x, torch.float32, (x.shape[0], self.in_features))
         ids = torch.empty(x.shape[0], dtype=torch.int64)
-        best = torch.empty(x.shape[0])
-        self._head_call(
-            "dl_head_argmax", team, address, len(x), activation_group, ids.data_ptr(), best.data_ptr()
-        )
+        self._product("dl_linear_argmax", team, address, len(x), activation_group, ids.data_ptr())
         return ids
 
     def topk(
@@ -125,8 +122,8 @@ class PackedLinear:
         address = pointer("x", x, torch.float32, (x.shape[0], self.in_features))
         ids = torch.empty(x.shape[0], k, dtype=torch.int64)
         values, lse = torch.empty(x.shape[0], k), torch.empty(x.shape[0])
-        self._head_call(
-            "dl_head_topk",
+        self._product(
+            "dl_linear_topk",
             team,
             address,
             len(x),
@@ -143,6 +140,6 @@ class PackedLinear:
             "dl_linear_pack", self.handle.address, source, address, rows, row_bytes, column, stride
         )
 
-    def _head_call(self, name: str, team: ThreadTeam, x: int, rows: int, group: int, *out: int) -> None:
+    def _product(self, name: str, team: ThreadTeam, x: int, rows: int, group: int, *out: int) -> None:
         isa = int(self.kernels.isa)
         self.kernels.call(name, self.handle.address, team.handle.address, isa, group, x, rows, *out)

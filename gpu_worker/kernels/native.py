@@ -94,7 +94,7 @@ class BatchStruct(ctypes.Structure):
 
 
 _HANDLE, _ARRAY, _STATUS = c_void_p, c_void_p, c_int32
-_HEAD = (_HANDLE, _HANDLE, c_int32, c_int32, _ARRAY, c_int64)
+_PRODUCT = (_HANDLE, _HANDLE, c_int32, c_int32, _ARRAY, c_int64)
 _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "dl_abi_version": (c_int32, ()),
     "dl_last_error": (c_char_p, ()),
@@ -109,7 +109,9 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "dl_linear_set_bias": (_STATUS, (_HANDLE, _ARRAY)),
     "dl_linear_select": (_HANDLE, (_HANDLE, _ARRAY, c_int64)),
     "dl_linear_dequantise": (_STATUS, (_HANDLE, _ARRAY, c_int64, _ARRAY)),
-    "dl_linear_run": (_STATUS, (_HANDLE, _HANDLE, c_int32, _ARRAY, c_int64, c_int32, _ARRAY)),
+    "dl_linear_run": (_STATUS, (*_PRODUCT, _ARRAY)),
+    "dl_linear_argmax": (_STATUS, (*_PRODUCT, _ARRAY)),
+    "dl_linear_topk": (_STATUS, (*_PRODUCT, c_int32, _ARRAY, _ARRAY, _ARRAY)),
     "dl_pool_create": (_HANDLE, (c_int64, c_int64, c_int64, c_int64)),
     "dl_pool_destroy": (None, (_HANDLE,)),
     "dl_pool_move": (_STATUS, (_HANDLE, _ARRAY, _ARRAY, c_int64)),
@@ -118,9 +120,6 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "dl_model_create": (_HANDLE, (ctypes.POINTER(ModelStruct), c_int32)),
     "dl_model_destroy": (None, (_HANDLE,)),
     "dl_model_forward": (_STATUS, (_HANDLE, _HANDLE, _HANDLE, ctypes.POINTER(BatchStruct), _ARRAY)),
-    "dl_head_logits": (_STATUS, (*_HEAD, _ARRAY)),
-    "dl_head_argmax": (_STATUS, (*_HEAD, _ARRAY, _ARRAY)),
-    "dl_head_topk": (_STATUS, (*_HEAD, c_int32, _ARRAY, _ARRAY, _ARRAY)),
 }
 
 

@@ -2,6 +2,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "draftline_cpu.h"
 #include "error.hpp"
@@ -92,10 +93,23 @@ int32_t dl_linear_dequantise(const DlLinear* linear, const int64_t* columns, int
     }
   });
 }
-int32_t dl_linear_run(const DlLinear* linear, DlTeam* team, int32_t isa, const float* x, int64_t rows,
-                      int32_t activation_group, float* out) {
+int32_t dl_linear_run(const DlLinear* linear, DlTeam* team, int32_t isa, int32_t activation_group, const float* x,
+                      int64_t rows, float* out) {
   return guarded(
       [&] { dl::run_linear(*linear, team->team, kernels(isa), activation_group, x, rows, out); });
+}
+int32_t dl_linear_argmax(const DlLinear* linear, DlTeam* team, int32_t isa, int32_t activation_group, const float* x,
+                         int64_t rows, int64_t* columns) {
+  return guarded([&] {
+    std::vector<float> best(static_cast<size_t>(rows));
+    dl::run_topk(*linear, team->team, kernels(isa), activation_group, x, rows, 1, columns, best.data(), nullptr);
+  });
+}
+int32_t dl_linear_topk(const DlLinear* linear, DlTeam* team, int32_t isa, int32_t activation_group, const float* x,
+                       int64_t rows, int32_t count, int64_t* columns, float* values, float* lse) {
+  return guarded([&] {
+    dl::run_topk(*linear, team->team, kernels(isa), activation_group, x, rows, count, columns, values, lse);
+  });
 }
 
 DlPool* dl_pool_create(int64_t num_layers, int64_t num_slots, int64_t num_kv_heads, int64_t head_dim) {
@@ -132,21 +146,4 @@ DlModel* dl_model_create(const DlModelDesc* desc, int32_t isa) {
 void dl_model_destroy(DlModel* model) { delete model; }
 int32_t dl_model_forward(DlModel* model, DlTeam* team, DlPool* pool, const DlBatch* batch, float* hidden_out) {
   return guarded([&] { model->forward(team->team, *pool, *batch, hidden_out); });
-}
-
-int32_t dl_head_logits(const DlLinear* head, DlTeam* team, int32_t isa, int32_t activation_group,
-                       const float* hidden, int64_t rows, float* logits) {
-  return dl_linear_run(head, team, isa, hidden, rows, activation_group, logits);
-}
-int32_t dl_head_argmax(const DlLinear* head, DlTeam* team, int32_t isa, int32_t activation_group,
-                       const float* hidden, int64_t rows, int64_t* ids, float* best) {
-  return guarded([&] {
-    dl::run_topk(*head, team->team, kernels(isa), activation_group, hidden, rows, 1, ids, best, nullptr);
-  });
-}
-int32_t dl_head_topk(const DlLinear* head, DlTeam* team, int32_t isa, int32_t activation_group, const float* hidden,
-                     int64_t rows, int32_t k, int64_t* ids, float* logits, float* lse) {
-  return guarded([&] {
-    dl::run_topk(*head, team->team, kernels(isa), activation_group, hidden, rows, k, ids, logits, lse);
-  });
 }

@@ -103,19 +103,19 @@ void LayerAttention::run_block(const AttentionItem& item, const RowTile& tile, i
   }
   place_groups(tile, item.kv_head, block, row, call.num_keys[rows * repeats_ - 1], call, scratch);
   kernels_.attention_block(call);
+  if (tile.partial < 0) {
+    const int64_t state = (row - tile.row0) * repeats_;
+    kernels_.attention_merge(rows * repeats_, scratch.maximum_ + state, scratch.total_ + state,
+                             scratch.output_ + state * padded_, scratch.block_maximum_, scratch.block_total_,
+                             scratch.block_output_, padded_);
+    return;
+  }
   for (int64_t pair = 0; pair < rows * repeats_; pair++) {
-    const float* output = scratch.block_output_ + pair * padded_;
-    if (tile.partial >= 0) {
-      const int64_t head = item.kv_head * repeats_ + pair % repeats_;
-      const int64_t index = partial_index(tile, row + pair / repeats_, head, block);
-      partials_.maximum[index] = scratch.block_maximum_[pair];
-      partials_.total[index] = scratch.block_total_[pair];
-      std::copy_n(output, padded_, partials_.output + index * padded_);
-    } else {
-      const int64_t state = (row - tile.row0) * repeats_ + pair;
-      kernels_.attention_merge(&scratch.maximum_[state], &scratch.total_[state], scratch.output_ + state * padded_,
-                               scratch.block_maximum_[pair], scratch.block_total_[pair], output, padded_);
-    }
+    const int64_t head = item.kv_head * repeats_ + pair % repeats_;
+    const int64_t index = partial_index(tile, row + pair / repeats_, head, block);
+    partials_.maximum[index] = scratch.block_maximum_[pair];
+    partials_.total[index] = scratch.block_total_[pair];
+    std::copy_n(scratch.block_output_ + pair * padded_, padded_, partials_.output + index * padded_);
   }
 }
 
@@ -164,8 +164,8 @@ void LayerAttention::merge(int64_t row, int64_t kv_head, AttentionScratch& scrat
     std::fill_n(scratch.output_, padded_, 0.0f);
     for (int64_t block = 0; block < ceil_div(plan_.num_keys(row), kBlockKeys); block++) {
       const int64_t index = partial_index(tile, row, head, block);
-      kernels_.attention_merge(&maximum, &total, scratch.output_, partials_.maximum[index], partials_.total[index],
-                               partials_.output + index * padded_, padded_);
+      kernels_.attention_merge(1, &maximum, &total, scratch.output_, partials_.maximum + index,
+                               partials_.total + index, partials_.output + index * padded_, padded_);
     }
     finish(row, head, total, scratch.output_);
   }

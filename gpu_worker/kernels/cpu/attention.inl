@@ -181,17 +181,28 @@ static void attention_block(const AttentionBlock& b) {
   }
 }
 
-static void attention_merge(float* maximum, float* total, float* output, float block_maximum, float block_total,
-                            const float* block_output, int64_t padded) {
-  const float peak = *maximum > block_maximum ? *maximum : block_maximum;
-  float scales[16] = {*maximum - peak, block_maximum - peak};
-  fstore(scales, exp2_lanes(fload(scales)));
-  const F old_scale = fset(scales[0]), new_scale = fset(scales[1]);
-  for (int64_t i = 0; i < padded; i += 16) {
-    fstore(output + i, fma(fload(block_output + i), new_scale, fmul(fload(output + i), old_scale)));
+static void attention_merge(int64_t pairs, float* maximum, float* total, float* output, const float* block_maximum,
+                            const float* block_total, const float* block_output, int64_t padded) {
+  for (int64_t first = 0; first < pairs; first += 16) {
+    const int64_t count = pairs - first < 16 ? pairs - first : 16;
+    const F old_peak = fload_n(maximum + first, count), new_peak = fload_n(block_maximum + first, count);
+    const F peak = fmax(old_peak, new_peak);
+    const F old_scale = exp2_lanes(fsub(old_peak, peak)), new_scale = exp2_lanes(fsub(new_peak, peak));
+    const F sum = fma(fload_n(block_total + first, count), new_scale, fmul(fload_n(total + first, count), old_scale));
+    fstore_n(maximum + first, peak, count);
+    fstore_n(total + first, sum, count);
+    float old_scales[16], new_scales[16];
+    fstore(old_scales, old_scale);
+    fstore(new_scales, new_scale);
+    for (int64_t p = 0; p < count; p++) {
+      const F old_factor = fset(old_scales[p]), new_factor = fset(new_scales[p]);
+      float* to = output + (first + p) * padded;
+      const float* from = block_output + (first + p) * padded;
+      for (int64_t i = 0; i < padded; i += 16) {
+        fstore(to + i, fma(fload(from + i), new_factor, fmul(fload(to + i), old_factor)));
+      }
+    }
   }
-  *total = block_total * scales[1] + *total * scales[0];
-  *maximum = peak;
 }
 
 static void attention_finish(float total, const float* output, int64_t head_dim, float* out) {

@@ -92,9 +92,15 @@ DL_API int32_t dl_linear_set_bias(DlLinear* linear, const float* bias);
 DL_API DlLinear* dl_linear_select(const DlLinear* linear, const int64_t* columns, int64_t count);
 // Weights of `count` columns as floats, [count, k].
 DL_API int32_t dl_linear_dequantise(const DlLinear* linear, const int64_t* columns, int64_t count, float* out);
-// out[rows, n] = x[rows, k] times the weights (plus bias).
-DL_API int32_t dl_linear_run(const DlLinear* linear, DlTeam* team, int32_t isa, const float* x, int64_t rows,
-                             int32_t activation_group, float* out);
+// out[rows, n] = x[rows, k] times the weights (plus bias). activation_group: 32 or 64 inputs share a scale.
+DL_API int32_t dl_linear_run(const DlLinear* linear, DlTeam* team, int32_t isa, int32_t activation_group,
+                             const float* x, int64_t rows, float* out);
+// The column of each row's largest output (ties: the lowest), without writing the outputs.
+DL_API int32_t dl_linear_argmax(const DlLinear* linear, DlTeam* team, int32_t isa, int32_t activation_group,
+                                const float* x, int64_t rows, int64_t* columns);
+// The count <= 64 largest outputs, descending, ties by lower column; lse is the log-sum-exp of all outputs.
+DL_API int32_t dl_linear_topk(const DlLinear* linear, DlTeam* team, int32_t isa, int32_t activation_group,
+                              const float* x, int64_t rows, int32_t count, int64_t* columns, float* values, float* lse);
 
 DL_API DlPool* dl_pool_create(int64_t num_layers, int64_t num_slots, int64_t num_kv_heads, int64_t head_dim);
 DL_API void dl_pool_destroy(DlPool* pool);
@@ -108,12 +114,3 @@ DL_API DlModel* dl_model_create(const DlModelDesc* desc, int32_t isa);
 DL_API void dl_model_destroy(DlModel* model);
 // hidden_out [T, hidden]: after the final norm.
 DL_API int32_t dl_model_forward(DlModel* model, DlTeam* team, DlPool* pool, const DlBatch* batch, float* hidden_out);
-
-// Heads: hidden [rows, k] of `row_stride` floats; `ids` (or null) maps columns to token ids.
-DL_API int32_t dl_head_logits(const DlLinear* head, DlTeam* team, int32_t isa, int32_t activation_group,
-                              const float* hidden, int64_t rows, float* logits);
-DL_API int32_t dl_head_argmax(const DlLinear* head, DlTeam* team, int32_t isa, int32_t activation_group,
-                              const float* hidden, int64_t rows, int64_t* ids, float* best);
-// The k <= 64 largest logits, descending, ties by lower id; lse is the natural log-sum-exp of all logits.
-DL_API int32_t dl_head_topk(const DlLinear* head, DlTeam* team, int32_t isa, int32_t activation_group,
-                            const float* hidden, int64_t rows, int32_t k, int64_t* ids, float* logits, float* lse);

@@ -148,7 +148,7 @@ void run_linear(const DlLinear& linear, Team& team, const Kernels& kernels, int3
 void run_topk(const DlLinear& head, Team& team, const Kernels& kernels, int32_t group, const float* hidden,
               int64_t rows, int32_t k, int64_t* ids, float* logits, float* lse) {
   check_group(head.format, group);
-  require(k >= 1 && k <= 64 && k <= head.n, "k: " + std::to_string(k) + " is not in 1..64 or above the vocabulary");
+  require(k >= 1 && k <= 64 && k <= head.n, "count: " + std::to_string(k) + " is not in 1..64 or above the " + std::to_string(head.n) + " columns");
   ActivationRing ring;
   ring.reserve(1, rows, head.k, kernels);
   const Activations input = ring.at(0, head.format, group);

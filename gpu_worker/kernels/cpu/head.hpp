@@ -10,7 +10,7 @@ namespace dl {
 void run_linear(const DlLinear& linear, Team& team, const Kernels& kernels, int32_t group, const float* x,
                 int64_t rows, float* y);
 
-// See dl_head_topk; lse may be null. Never holds more than a strip of logits per thread.
+// See dl_linear_topk; lse may be null. Never holds more than a strip of logits per thread.
 void run_topk(const DlLinear& head, Team& team, const Kernels& kernels, int32_t group, const float* hidden,
               int64_t rows, int32_t k, int64_t* ids, float* logits, float* lse);
 

@@ -81,9 +81,9 @@ struct Kernels {
   void (*rotate_key)(const float* x, const RotaryHead& head, float* y);
 
   void (*attention_block)(const AttentionBlock& block);
-  // Adds a block's result to a running one; padded = head_dim rounded up to 16.
-  void (*attention_merge)(float* maximum, float* total, float* output, float block_maximum, float block_total,
-                          const float* block_output, int64_t padded);
+  // Adds the results of one block to the running ones of `pairs` pairs; padded = head_dim rounded up to 16.
+  void (*attention_merge)(int64_t pairs, float* maximum, float* total, float* output, const float* block_maximum,
+                          const float* block_total, const float* block_output, int64_t padded);
   // out[head_dim] = output / total.
   void (*attention_finish)(float total, const float* output, int64_t head_dim, float* out);
 

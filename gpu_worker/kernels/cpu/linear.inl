@@ -1,6 +1,6 @@
 // Packed linears: M rows against one block of 16 columns. Included in an instruction set's namespace.
 
-constexpr int64_t kPrefetchBytes = 4096;
+constexpr int64_t kNearBytes = 4096, kFarBytes = 8192;  // how far ahead of their use weights are asked for
 
 template <int M>
 struct Rows {
@@ -22,15 +22,24 @@ struct Rows {
   }
 };
 
+// Few rows wait for memory alone, and take what comes into the first cache at once; with more rows the activations
+// need that cache.
+template <int M>
 inline void prefetch_range(const uint8_t* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) prefetch(p + i + kPrefetchBytes);
+  for (int64_t i = 0; i < bytes; i += 64) {
+    if constexpr (M <= 2) {
+      prefetch(p + i + kNearBytes);
+    } else {
+      prefetch_far(p + i + kFarBytes);
+    }
+  }
 }
 
 struct TileQ4_0 {
   template <int M>
   static void run(const uint8_t* w, int64_t slabs, const Rows<M>& x, F* acc) {
     for (int64_t s = 0; s < slabs; s++, w += slab_bytes(DL_Q4_0)) {
-      prefetch_range(w, slab_bytes(DL_Q4_0));
+      prefetch_range<M>(w, slab_bytes(DL_Q4_0));
 #pragma GCC unroll 2
       for (int h = 0; h < 2; h++) {
         const F d = fload_f16(w + h * 32);
@@ -59,7 +68,7 @@ struct TileQ4_1 {
   template <int M>
   static void run(const uint8_t* w, int64_t slabs, const Rows<M>& x, F* acc) {
     for (int64_t s = 0; s < slabs; s++, w += slab_bytes(DL_Q4_1)) {
-      prefetch_range(w, slab_bytes(DL_Q4_1));
+      prefetch_range<M>(w, slab_bytes(DL_Q4_1));
 #pragma GCC unroll 2
       for (int h = 0; h < 2; h++) {
         const F d = fload_f16(w + h * 32), m = fload_f16(w + 64 + h * 32);
@@ -87,7 +96,7 @@ struct TileQ8_0 {
   template <int M>
   static void run(const uint8_t* w, int64_t slabs, const Rows<M>& x, F* acc) {
     for (int64_t s = 0; s < slabs; s++, w += slab_bytes(DL_Q8_0)) {
-      prefetch_range(w, slab_bytes(DL_Q8_0));
+      prefetch_range<M>(w, slab_bytes(DL_Q8_0));
 #pragma GCC unroll 2
       for (int h = 0; h < 2; h++) {
         const F d = fload_f16(w + h * 32);
@@ -111,7 +120,7 @@ struct TileW8 {
   template <int M>
   static void run(const uint8_t* w, int64_t slabs, const Rows<M>& x, F* acc) {
     for (int64_t s = 0; s < slabs; s++, w += slab_bytes(DL_W8)) {
-      prefetch_range(w, slab_bytes(DL_W8));
+      prefetch_range<M>(w, slab_bytes(DL_W8));
       I sum[M];
       for (int r = 0; r < M; r++) sum[r] = start8(x.offsets[r][2 * s] + x.offsets[r][2 * s + 1]);
 #pragma GCC unroll 16
@@ -128,7 +137,7 @@ struct TileBF16 {
   template <int M>
   static void run(const uint8_t* w, int64_t slabs, const Rows<M>& x, F* acc) {
     for (int64_t s = 0; s < slabs; s++, w += slab_bytes(DL_BF16)) {
-      prefetch_range(w, slab_bytes(DL_BF16));
+      prefetch_range<M>(w, slab_bytes(DL_BF16));
 #pragma GCC unroll 8
       for (int i = 0; i < 32; i++) {
         const I v = iload(w + i * 64);

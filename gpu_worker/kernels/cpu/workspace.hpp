@@ -37,8 +37,8 @@ class ActivationRing {
 
 // Columns of gate and of up that are computed together: one slab of the down projection's inputs.
 constexpr int64_t kGateColumns = 64;
-// Rows per pass over those columns' weights: bounds the scratch.
-constexpr int64_t kGateRows = 48;
+// Rows per pass over those columns' weights: their activations and results stay in the first-level cache.
+constexpr int64_t kGateRows = 24;
 
 struct Workspace {
   void reserve(const DlModelDesc& desc, const Kernels& kernels, const AttentionPlan& plan, const DlPool& pool,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from gpu_worker.attention.reference import ReferenceAttention
 from gpu_worker.errors import ModelError
 from gpu_worker.forward_batch import ForwardBatch
-from gpu_worker.kernels.native import KernelError, ThreadTeam
+from gpu_worker.kernels.native import KernelError, NativeKernels, ThreadTeam
 from gpu_worker.kv_pool import KVPool
 from gpu_worker.models.native import NativeCausalLM, build_native
 from gpu_worker.models.registry import build_model
@@ -157,6 +158,35 @@ def test_untied_head_and_padded_vocabulary(build: BuildModel, model_files: objec
     logits = model.compute_logits(hidden)
     assert logits.shape == (5, 300)
     assert relative_error(logits, hidden @ weight[:300].T) < 0.02
+
+
+class BiasedCheckpoint:
+    """A checkpoint in which every projection has a bias."""
+
+    def __init__(self, checkpoint: SafetensorsCheckpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def has(self, name: str) -> bool:
+        return name.endswith(".bias") or self._checkpoint.has(name)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if not name.endswith(".bias"):
+            return self._checkpoint.read(name, shape)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(map(ord, name))))
+
+
+def test_biases_of_every_projection(kernels: NativeKernels, teams: object, model_files: object) -> None:
+    checkpoint = SafetensorsCheckpoint(model_files(intermediate_size=160))  # type: ignore[operator]
+    tensors = BiasedCheckpoint(checkpoint)
+    config = dataclasses.replace(checkpoint.config, qkv_bias=True, output_bias=True, mlp_bias=True)
+    model = build_native(config, tensors, "bfloat16", kernels, teams(2))  # type: ignore[operator]
+    ids = tokens(30)
+    pool = KVPool(model.num_layers, 2, 16, config.num_kv_heads, config.head_dim, torch.float32, "cpu")
+    batch = make_batch([Rows(Sequence(ids, [0, 1]), 30)], 16)
+    exact = build_model(config, tensors, "float32", torch.device("cpu")).forward(
+        batch, pool, ReferenceAttention()
+    )
+    assert relative_error(native_hidden(model, ids), exact) < 0.03
 
 
 def test_refuses_precisions_it_does_not_compute_in(build: BuildModel, model_files: object) -> None:

@@ -172,7 +172,7 @@ def test_errors_name_what_is_wrong(kernels: NativeKernels, teams: Teams) -> None
         linear.select([32])
     with pytest.raises(KernelError, match="columns: up to 47 of 32"):
         linear.pack_floats(torch.zeros(32, 64), first_column=16)
-    with pytest.raises(KernelError, match="k: 65"):
+    with pytest.raises(KernelError, match="count: 65"):
         linear.topk(teams(1), torch.zeros(1, 64), 65)
     with pytest.raises(KernelError, match="Q4_1 cannot be packed from floats"):
         PackedLinear(kernels, WeightFormat.Q4_1, 16, 64).pack_floats(torch.zeros(16, 64))
