@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow lint stubs clean
+.PHONY: demo test test-slow test-native lint stubs clean
 
 $(VENV)/installed: pyproject.toml constraints.txt protos/build_stubs.py $(wildcard protos/draftline/v1/*.proto) \
 		gpu_worker/kernels/build.py $(wildcard gpu_worker/kernels/cpu/*.[chi]*)
@@ -23,6 +23,10 @@ test: $(VENV)/installed
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow -q
+
+# The kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer.
+test-native: $(VENV)/installed
+	PYTHON=$(BIN)/python tests/gpu_worker/kernels/run_sanitized.sh
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
