@@ -61,7 +61,6 @@ def build_forward_batch(table: RequestTable, rows: Sequence[SequenceRows]) -> Fo
     if extra_rows:
         input_ids[torch.tensor(extra_rows, device=device)] = torch.tensor(extra_ids, device=device)
     page_size = table.page_size
-    out_slots = table.device_pages[slots_t, indices_t // page_size] * page_size + indices_t % page_size
     num_pages = -(-kv_lens // page_size)
     page_indptr = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(num_pages, out=page_indptr[1:])
@@ -71,7 +70,7 @@ def build_forward_batch(table: RequestTable, rows: Sequence[SequenceRows]) -> Fo
     return ForwardBatch(
         input_ids=input_ids,
         positions=torch.from_numpy(positions).to(device),
-        out_slots=out_slots,
+        out_slots=table.kv_slots(slots_t, indices_t),
         attention=AttentionMetadata(
             page_size=page_size,
             qo_indptr=qo_indptr,

@@ -94,7 +94,7 @@ def build_engine(config: WorkerConfig) -> Engine:
         name=config.model_name,
         dtype=dtype,
         kv_cache_dtype=str(target.kv_dtype).removeprefix("torch."),
-        max_context_tokens=min(max_context, num_pages * config.page_size),
+        max_context_tokens=max_context,  # the scheduler, who knows every rank's pool, limits it further
         tokenizer_path=tokenizer_path,
         drafters=tuple(drafter_facts),
     )

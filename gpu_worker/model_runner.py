@@ -87,6 +87,9 @@ class ModelRunner:
 
     def _located(self, plan: StepPlan) -> StepPlan:
         """The plan with the num_computed of rows that were planned before anybody could know it."""
+        assert all(self._table.epochs[row.slot] == row.epoch for row in plan.rows), (
+            "rows are of admitted sequences"
+        )
         rows = tuple(
             replace(row, num_computed=int(self._table.num_tokens[row.slot]) - 1)
             if row.num_computed == FOLLOWS

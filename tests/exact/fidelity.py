@@ -12,32 +12,20 @@ import argparse
 import math
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from gpu_worker.attention.cpu import CPUAttention
-from gpu_worker.batching import SequenceRows, build_forward_batch
 from gpu_worker.models.base import CausalLM
-from gpu_worker.request_state import RequestTable
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
 from shared_mem.enums import SpeculationMethod
-from shared_mem.records import Admission, PageUpdate, SamplingRecord
 from tests.exact.real_model import Checker, kernel_threads, make_engine, read_prompts
-
-_PAGE_SIZE = 16
+from tests.harness.whole_sequence import forward_whole
 
 
 @torch.inference_mode()
 def answer_nll(model: CausalLM, prompt: list[int], answer: list[int]) -> float:
     """Sum of -log p over the answer's tokens, the prompt given; one forward pass."""
-    tokens = [*prompt, *answer]
-    num_pages = -(-len(tokens) // _PAGE_SIZE)
-    table = RequestTable(1, len(tokens), _PAGE_SIZE, torch.device("cpu"))
-    table.admit(Admission(0, 0, np.array(tokens, dtype=np.int32), len(tokens), 0, 0, SamplingRecord()))
-    table.set_pages(PageUpdate(0, 0, np.arange(num_pages, dtype=np.int32)))
-    batch = build_forward_batch(table, [SequenceRows(0, 0, len(tokens))])
-    hidden = model.forward(batch, model.new_pool(num_pages, _PAGE_SIZE), CPUAttention())
+    hidden, _ = forward_whole(model, [*prompt, *answer])
     logits = model.compute_logits(hidden[len(prompt) - 1 : -1])  # [len(answer), V]
     return float(torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum"))
 

@@ -19,27 +19,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gpu_worker.attention.cpu import CPUAttention
-from gpu_worker.batching import SequenceRows, build_forward_batch
 from gpu_worker.kernels import native
 from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.models.base import CausalLM
 from gpu_worker.models.native import NativeCausalLM
-from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.random import gumbel_noise
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
 from gpu_worker.weights.tokenizer_export import export_tokenizer
 from scheduler_svc.messages import Sampling, Stopping
 from shared_mem.enums import SpeculationMethod
-from shared_mem.records import Admission, PageUpdate, SamplingRecord
 from tests.exact.transformers_reference import greedy, load_reference, next_logits
 from tests.harness.engine import GREEDY, InProcessEngine
+from tests.harness.whole_sequence import forward_whole
 
 METHODS = (SpeculationMethod.DISABLED, SpeculationMethod.NGRAM, SpeculationMethod.DRAFT_MODEL)
 
@@ -100,12 +96,7 @@ def kernel_threads() -> ThreadTeam | None:
 
 def own_next_logits(target: CausalLM, tokens: list[int]) -> torch.Tensor:
     """[V] the served model's own logits behind `tokens`."""
-    table = RequestTable(1, len(tokens), 16, torch.device("cpu"))
-    num_pages = -(-len(tokens) // 16)
-    table.admit(Admission(0, 0, np.array(tokens, dtype=np.int32), len(tokens), 0, 0, SamplingRecord()))
-    table.set_pages(PageUpdate(0, 0, np.arange(num_pages, dtype=np.int32)))
-    batch = build_forward_batch(table, [SequenceRows(0, 0, len(tokens))])
-    hidden = target.forward(batch, target.new_pool(num_pages, 16), CPUAttention())
+    hidden, _ = forward_whole(target, tokens)
     return target.compute_logits(hidden[-1:])[0]
 
 

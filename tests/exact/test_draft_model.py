@@ -9,16 +9,13 @@ import pytest
 import torch
 
 from gpu_worker.attention.reference import ReferenceAttention
-from gpu_worker.batching import SequenceRows, build_forward_batch
-from gpu_worker.kv_pool import KVPool
 from gpu_worker.models.base import CausalLM
-from gpu_worker.request_state import RequestTable
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
 from scheduler_svc.messages import Sampling
 from shared_mem.enums import AcceptanceRule, SpeculationMethod
-from shared_mem.records import Admission, PageUpdate, SamplingRecord
 from tests.harness.engine import InProcessEngine
+from tests.harness.whole_sequence import forward_whole
 from tests.models import make_tiny_llama
 
 References = dict[tuple[int, ...], list[int]]
@@ -26,15 +23,7 @@ References = dict[tuple[int, ...], list[int]]
 
 def _fresh_draft_keys(model: CausalLM, tokens: list[int]) -> list[torch.Tensor]:
     """Per layer [n, Hkv, D]: keys of a cold prefill of `tokens`."""
-    pages = -(-len(tokens) // 4)
-    table = RequestTable(1, len(tokens), 4, torch.device("cpu"))
-    table.admit(Admission(0, 0, np.array(tokens, dtype=np.int32), len(tokens), 0, 0, SamplingRecord()))
-    table.set_pages(PageUpdate(0, 0, np.arange(pages, dtype=np.int32)))
-    config = model.config
-    pool = KVPool(
-        model.num_layers, pages, 4, config.num_kv_heads, config.head_dim, torch.float32, torch.device("cpu")
-    )
-    model.forward(build_forward_batch(table, [SequenceRows(0, 0, len(tokens))]), pool, ReferenceAttention())
+    _, pool = forward_whole(model, tokens, attention=ReferenceAttention())
     return [pool.keys[layer][: len(tokens)] for layer in range(model.num_layers)]
 
 
