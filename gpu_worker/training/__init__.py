@@ -1,0 +1,1 @@
+"""Training of draft heads: synthesize -> extract -> fit -> evaluate; serving never imports it."""
