@@ -151,16 +151,16 @@ class BatchGenerator:
     def _decode_row(self, running: _Running, room: int) -> RowPlan:
         n, request = running.num_known, running.request
         # at least one token is drawn by the target itself, and drafts need room in the context and in the step
-        most = min(request.max_tokens - len(running.generated) - 1, self._max_context_tokens - n - 1, room - 1)
+        most = min(
+            request.max_tokens - len(running.generated) - 1, self._max_context_tokens - n - 1, room - 1
+        )
         drafts = max(0, min(request.num_draft_tokens, most))
         return RowPlan(running.slot, running.epoch, n - 1, 1, True, request.method, drafts)
 
     def _prefill_row(self, running: _Running, room: int) -> RowPlan:
         count = min(len(running.request.token_ids) - running.num_computed, room)
         last = running.num_computed + count == len(running.request.token_ids)
-        return RowPlan(
-            running.slot, running.epoch, running.num_computed, count, last, running.request.method
-        )
+        return RowPlan(running.slot, running.epoch, running.num_computed, count, last, running.request.method)
 
     def _start(
         self, request: GenerationRequest, admissions: list[Admission], updates: list[PageUpdate]

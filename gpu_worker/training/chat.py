@@ -27,7 +27,9 @@ class ChatTemplate:
         """Raises ModelError where the model has no chat template, or one that drops the user's text."""
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_directory)
         if self._tokenizer.chat_template is None:
-            raise ModelError(f"{tokenizer_directory}: has no chat template, so nothing can be synthesized from it")
+            raise ModelError(
+                f"{tokenizer_directory}: has no chat template, so nothing can be synthesized from it"
+            )
         text = self._render([Message(role="user", content=_MARK)], answer=True)
         before, mark, after = text.partition(_MARK)
         if not mark:

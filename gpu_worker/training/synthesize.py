@@ -152,7 +152,9 @@ class Synthesizer:
         )
 
     def _answer_request(self, draft: _Draft) -> GenerationRequest:
-        sampling = SamplingRecord() if draft.greedy else self._sampled(draft, self._settings.answer_temperature)
+        sampling = (
+            SamplingRecord() if draft.greedy else self._sampled(draft, self._settings.answer_temperature)
+        )
         prompt = tuple(self._chat.prompt(draft.messages))
         return GenerationRequest(prompt, self._settings.max_answer_tokens, sampling, self._end_ids)
 
