@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gpu_worker.errors import ModelError
@@ -50,7 +50,7 @@ class HeadConfig:
     head_dim: int = 0
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 0
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig = field(default_factory=RopeConfig)
     feature_layers: tuple[int, ...] = ()  # EAGLE-3: outputs of these target layers (0-based) are fused
     target_hidden: Literal["normed", "residual"] = (
         "normed"  # the others: behind or before the target's final norm
@@ -90,10 +90,10 @@ class HeadConfig:
 
     def check_fits(self, target: ModelConfig, where: str) -> None:
         """Raises ModelError naming the field where the head does not belong to this target."""
-        for field in ("hidden_size", "vocab_size"):
-            mine, theirs = getattr(self, field), getattr(target, field)
+        for name in ("hidden_size", "vocab_size"):
+            mine, theirs = getattr(self, name), getattr(target, name)
             if mine != theirs:
-                raise ModelError(f"{where}: {field} is {mine}, the target's is {theirs}")
+                raise ModelError(f"{where}: {name} is {mine}, the target's is {theirs}")
         for layer in self.feature_layers:
             if not 0 <= layer < target.num_layers:
                 raise ModelError(
@@ -111,7 +111,7 @@ class HeadConfig:
     @classmethod
     def from_json(cls, fields: dict[str, Any], where: str) -> HeadConfig:
         """Raises ModelError naming the field for an unknown or missing one."""
-        known = {field.name for field in dataclasses.fields(cls)}
+        known = {known.name for known in dataclasses.fields(cls)}
         unknown = sorted(set(fields) - known)
         if unknown:
             raise ModelError(f"{where}: unknown field {unknown[0]!r}")
