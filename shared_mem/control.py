@@ -15,6 +15,9 @@ class DrafterFacts(msgspec.Struct, frozen=True):
     model_path: str  # "" for n-gram
     max_draft_tokens: int
     max_context_tokens: int  # of the draft model; past it the drafter stays silent. 0: no limit of its own
+    # It reads the target's hidden states, so its draft KV can only be made while the target computes a token. False
+    # for drafters that work from tokens alone and for those without KV.
+    needs_hidden: bool = False
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):

@@ -11,11 +11,21 @@ class SpeculationMethod(enum.IntEnum):
     DISABLED = 1
     DRAFT_MODEL = 2
     NGRAM = 3
+    EAGLE = 4
+    MTP = 5
+    MEDUSA = 6
+    EAGLE3 = 7
+    PORTFOLIO = 8
 
     @property
     def label(self) -> str:
         """The name used in flags, logs and metrics, e.g. `draft-model`; `off` for DISABLED."""
         return "off" if self is SpeculationMethod.DISABLED else self.name.lower().replace("_", "-")
+
+    @property
+    def bit(self) -> int:
+        """The method's bit in a mask of methods (Admission.methods)."""
+        return 1 << self.value
 
     @classmethod
     def from_label(cls, label: str) -> SpeculationMethod:
@@ -33,6 +43,7 @@ class AcceptanceRule(enum.IntEnum):
     REJECTION = 1
     TYPICAL = 2
     COUPLED = 3
+    BLOCK = 4
     THRESHOLD = 5
 
     @property

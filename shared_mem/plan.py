@@ -66,6 +66,10 @@ class Admission:
     num_cached_tokens: int  # leading tokens whose target KV the given pages already hold
     num_draft_cached_tokens: int  # the same for the draft model's KV
     sampling: SamplingRecord
+    # Bit mask (SpeculationMethod.bit) of the drafters that follow this sequence: while it holds the slot their draft
+    # KV is kept complete for every token, whatever method a row uses. Where the mask holds drafters that read hidden
+    # states, the cached tokens hold the KV of all of them.
+    methods: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,9 @@ class RowPlan:
 
     Target rows are the sequence's tokens num_computed .. num_computed + num_query - 1. `samples` says that
     the last of them is the sequence's last known token, so that the next token is drawn behind it. A
-    decoding row has num_query 1 and may carry up to num_draft_tokens draft tokens of `method`; the worker
-    may propose fewer. Pages cover num_computed + num_query + num_draft_tokens + 1 tokens, at most those of the
-    context limit.
+    decoding row has num_query 1 and may carry up to num_draft_tokens draft tokens of `method`, which may be
+    another of the admission's methods in each row; the worker may propose fewer. Pages cover num_computed +
+    num_query + num_draft_tokens + 1 tokens, at most those of the context limit.
 
     Where the sequence has a sampling row in a step without a result yet, num_computed is FOLLOWS: the worker
     puts its own count there, known tokens - 1. Pages and draft tokens then fit even if it accepted every draft.

@@ -55,6 +55,8 @@ _ADMISSION = np.dtype(
         ("typical_delta", "<f4"),
         ("threshold", "<f4"),
         ("acceptance_rule", "<u4"),
+        ("methods", "<u4"),
+        ("pad", "<u4"),
     ]
 )
 _PAGE_UPDATE = np.dtype([("slot", "<i4"), ("first_index", "<i4"), ("num_pages", "<i4"), ("pad", "<i4")])
@@ -114,6 +116,8 @@ def encode_plan(plan: StepPlan) -> bytes:
             s.typical_delta,
             s.threshold,
             s.acceptance_rule,
+            admission.methods,
+            0,
         )
         ints.append(np.asarray(admission.token_ids, dtype=np.int32))
         ints.append(np.array([token for token, _ in s.logit_bias], dtype=np.int32))
@@ -182,6 +186,7 @@ def decode_plan(data: bytes | memoryview) -> StepPlan:
                     typical_delta=float(record["typical_delta"]),
                     threshold=float(record["threshold"]),
                 ),
+                methods=int(record["methods"]),
             )
         )
     plan = StepPlan(

@@ -22,8 +22,8 @@ class RowResult:
 
     token_ids holds the accepted draft tokens and then the one that the target drew itself (empty for a
     prefill chunk that does not sample). num_draft_tokens counts proposed tree nodes, draft_depth the
-    deepest of them. num_draft_computed: leading tokens whose draft-model KV is valid once this step's
-    catch-up is done.
+    deepest of them. num_draft_computed: leading tokens whose KV of the draft model (not of any other drafter) is
+    valid once this step's catch-up is done; 0 where it does not follow the sequence.
     """
 
     slot: int

@@ -151,7 +151,7 @@ class Sampler:
         q: torch.Tensor | None = None
         for kind, members in self._by_kind(row_slots):
             rows = Rows(members, row_slots[members], at[members], drafted.__getitem__)
-            if kind.rule in (AcceptanceRule.COUPLED, AcceptanceRule.REJECTION):
+            if kind.rule in (AcceptanceRule.COUPLED, AcceptanceRule.REJECTION, AcceptanceRule.BLOCK):
                 law = self._processor.law(self._processor.adjusted(logits, rows), rows.slots)
                 seeds = self._seeds(rows.slots, logits.device)
                 if kind.rule == AcceptanceRule.COUPLED:
@@ -198,7 +198,7 @@ class Sampler:
             return follow_drawn(host, requests, drawn)
         law_rows = np.zeros(len(host.tokens), dtype=np.int64)
         law_rows[rows.index] = np.arange(len(rows))
-        if kind.rule == AcceptanceRule.REJECTION:
+        if kind.rule in (AcceptanceRule.REJECTION, AcceptanceRule.BLOCK):
             seeds = self._seeds(request_slots[requests], device)
             q = None if q is None else self._in_vocabulary(q)
             first_positions = to_tensor(first[requests], device)

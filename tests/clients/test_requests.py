@@ -146,8 +146,8 @@ def test_what_the_protocol_cannot_carry_is_refused_by_field(prompt, options, fie
 
 
 def test_labels_cover_the_enums():
-    assert {"off", "ngram", "draft-model"} <= set(METHODS)
-    assert {"coupled", "rejection", "typical", "threshold"} == set(ACCEPTANCE_RULES)
+    assert {"off", "ngram", "draft-model", "eagle", "eagle3", "mtp", "medusa", "portfolio"} == set(METHODS)
+    assert {"coupled", "rejection", "block", "typical", "threshold"} == set(ACCEPTANCE_RULES)
     assert label_of(METHODS, 0) == ""
     assert label_of(METHODS, 999) == "999"
 

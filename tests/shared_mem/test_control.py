@@ -44,7 +44,10 @@ HELLO = WorkerHello(
         eos_token_ids=(2, 0),
         tokenizer_path="/models/tokenizer",
         sampling_defaults=SamplingDefaults(temperature=0.6),
-        drafters=(DrafterFacts(SpeculationMethod.NGRAM, "", 8, 0),),
+        drafters=(
+            DrafterFacts(SpeculationMethod.NGRAM, "", 8, 0),
+            DrafterFacts(SpeculationMethod.EAGLE3, "/models/head", 8, 0, needs_hidden=True),
+        ),
     ),
 )
 FROM_WORKERS: list[WorkerMessage] = [

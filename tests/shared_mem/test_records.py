@@ -71,6 +71,7 @@ PLANS = st.builds(
             num_cached_tokens=COUNT,
             num_draft_cached_tokens=COUNT,
             sampling=SAMPLING,
+            methods=UINT32,
         ),
         max_size=3,
     ).map(tuple),
@@ -149,6 +150,7 @@ PLAN = StepPlan(
             num_cached_tokens=1,
             num_draft_cached_tokens=0,
             sampling=SamplingRecord(logit_bias=((4, -100.0),), end_ids=(2, 0)),
+            methods=SpeculationMethod.NGRAM.bit | SpeculationMethod.EAGLE3.bit,
         ),
     ),
     page_updates=(PageUpdate(3, 0, np.array([11, 12], np.int32)),),
@@ -188,18 +190,18 @@ def test_results_come_back(result: StepResult) -> None:
 
 def test_bytes_are_fixed() -> None:
     """The layout is a contract with workers in other languages: whoever changes it raises LAYOUT_VERSION."""
-    assert LAYOUT_VERSION == 1
+    assert LAYOUT_VERSION == 2
     assert (len(encode_plan(StepPlan(0))), len(encode_result(StepResult(0, ())))) == (40, 32)
     data = encode_plan(PLAN)
-    assert len(data) == 40 + 8 + 96 + 16 + 24 + 4 * (3 + 1 + 2 + 2) + 4
+    assert len(data) == 40 + 8 + 104 + 16 + 24 + 4 * (3 + 1 + 2 + 2) + 4
     assert data[:48].hex() == (
-        "01000000" "01000000" "0500000000000000" "01000000" "01000000" "01000000"
+        "02000000" "01000000" "0500000000000000" "01000000" "01000000" "01000000"
         "08000000" "01000000" "00000000" "03000000" "08000000"
     )  # fmt: skip
     result = encode_result(RESULT)
     assert len(result) == 32 + 48 + 4 * (2 + 4) + 4 * 4
     assert result[:32].hex() == (
-        "01000000" "01000000" "0500000000000000" "06000000" "04000000" "4d000000" "00000000"
+        "02000000" "01000000" "0500000000000000" "06000000" "04000000" "4d000000" "00000000"
     )  # fmt: skip
 
 
@@ -221,8 +223,8 @@ def test_every_truncation_and_extension_is_refused(data: bytes, decode: Any) -> 
 
 @CODECS
 def test_another_version_is_refused(data: bytes, decode: Any) -> None:
-    with pytest.raises(LayoutError, match="layout version 2, this process speaks 1"):
-        decode((2).to_bytes(4, "little") + data[4:])
+    with pytest.raises(LayoutError, match="layout version 9, this process speaks 2"):
+        decode((9).to_bytes(4, "little") + data[4:])
 
 
 @CODECS
@@ -242,8 +244,8 @@ def test_random_damage_is_refused_or_harmless(data: bytes, decode: Any) -> None:
         (48 + 20, -1, "owns -1 numbers from 0 on of a int32 pool of 8"),  # num_tokens of the admission
         (48 + 20, 9, "owns 9 numbers from 0 on of a int32 pool of 8"),
         (48 + 20, 2, "int32 pool holds 8 numbers, its records own 7"),
-        (48 + 92, 4, "4 is not a valid AcceptanceRule"),
-        (160 + 20, 9, "9 is not a valid SpeculationMethod"),
+        (48 + 92, 9, "9 is not a valid AcceptanceRule"),
+        (168 + 20, 99, "99 is not a valid SpeculationMethod"),
     ],
 )
 def test_records_that_contradict_their_header_are_refused(offset: int, number: int, what: str) -> None:
