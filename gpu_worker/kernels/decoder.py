@@ -19,6 +19,7 @@ from gpu_worker.kernels.native import (
     LayerStruct,
     ModelStruct,
     NativeKernels,
+    RowsStruct,
     ThreadTeam,
     pointer,
 )
@@ -57,10 +58,75 @@ class DecoderLayerWeights:
     o: PackedLinear
     gate_up: PackedLinear
     down: PackedLinear
-    attn_norm: torch.Tensor  # [hidden]
+    attn_norm: torch.Tensor | None  # [hidden]; None: attention reads the residual stream as it is
     mlp_norm: torch.Tensor  # [hidden]
     q_norm: torch.Tensor | None = None  # [head_dim]
     k_norm: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a model is created from in C, where only addresses are kept: hold on to this as long as to the model."""
+
+    struct: ModelStruct
+    kept_alive: tuple[Any, ...]
+
+
+def describe(
+    shape: DecoderShape,
+    embedding: torch.Tensor | PackedLinear,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layers: Sequence[DecoderLayerWeights],
+    final_norm: torch.Tensor | None,
+) -> Description:
+    """Addresses of all weights; sizes of the linears are checked in C. Raises KernelError naming what does not fit."""
+    h, d = shape.hidden_size, shape.head_dim
+    structs = (LayerStruct * len(layers))(
+        *(
+            LayerStruct(
+                layer.qkv.handle.address,
+                layer.o.handle.address,
+                layer.gate_up.handle.address,
+                layer.down.handle.address,
+                norm_pointer("attn_norm", layer.attn_norm, h),
+                norm_pointer("mlp_norm", layer.mlp_norm, h),
+                norm_pointer("q_norm", layer.q_norm, d),
+                norm_pointer("k_norm", layer.k_norm, d),
+            )
+            for layer in layers
+        )
+    )
+    if isinstance(embedding, PackedLinear):
+        vocab, table, address = embedding.out_features, _PACKED_TABLE, embedding.handle.address
+        if embedding.in_features != h:
+            raise KernelError(f"embedding: rows of {embedding.in_features}, expected {h}")
+    else:
+        if embedding.dtype not in _TABLES:
+            raise KernelError(f"embedding: {embedding.dtype}, expected one of {list(_TABLES)}")
+        vocab, table = embedding.shape[0], _TABLES[embedding.dtype]
+        address = pointer("embedding", embedding, embedding.dtype, (vocab, h))
+    struct = ModelStruct(
+        len(layers),
+        h,
+        shape.intermediate_size,
+        shape.num_heads,
+        shape.num_kv_heads,
+        d,
+        2 * cos.shape[1],
+        cos.shape[0],
+        vocab,
+        shape.rms_norm_eps,
+        d**-0.5,
+        shape.activation_group,
+        table,
+        address,
+        pointer("cos", cos, torch.float32, cos.shape),
+        pointer("sin", sin, torch.float32, cos.shape),
+        norm_pointer("final_norm", final_norm, h),
+        structs,
+    )
+    return Description(struct, (structs, embedding, cos, sin, tuple(layers), final_norm))
 
 
 class NativeDecoder:
@@ -83,97 +149,94 @@ class NativeDecoder:
         """
         self.shape = shape
         self._kernels = kernels
-        h, d = shape.hidden_size, shape.head_dim
-        self._layers = (LayerStruct * len(layers))(
-            *(
-                LayerStruct(
-                    layer.qkv.handle.address,
-                    layer.o.handle.address,
-                    layer.gate_up.handle.address,
-                    layer.down.handle.address,
-                    pointer("attn_norm", layer.attn_norm, torch.float32, (h,)),
-                    pointer("mlp_norm", layer.mlp_norm, torch.float32, (h,)),
-                    None if layer.q_norm is None else pointer("q_norm", layer.q_norm, torch.float32, (d,)),
-                    None if layer.k_norm is None else pointer("k_norm", layer.k_norm, torch.float32, (d,)),
-                )
-                for layer in layers
-            )
+        self._description = describe(shape, embedding, cos, sin, layers, final_norm)
+        self._handle = kernels.create(
+            "dl_model_create", ctypes.byref(self._description.struct), None, int(kernels.isa)
         )
-        if isinstance(embedding, PackedLinear):
-            vocab, table, address = embedding.out_features, _PACKED_TABLE, embedding.handle.address
-            if embedding.in_features != h:
-                raise KernelError(f"embedding: rows of {embedding.in_features}, expected {h}")
-        else:
-            if embedding.dtype not in _TABLES:
-                raise KernelError(f"embedding: {embedding.dtype}, expected one of {list(_TABLES)}")
-            vocab, table = embedding.shape[0], _TABLES[embedding.dtype]
-            address = pointer("embedding", embedding, embedding.dtype, (vocab, h))
-        struct = ModelStruct(
-            len(layers),
-            h,
-            shape.intermediate_size,
-            shape.num_heads,
-            shape.num_kv_heads,
-            d,
-            2 * cos.shape[1],
-            cos.shape[0],
-            vocab,
-            shape.rms_norm_eps,
-            d**-0.5,
-            shape.activation_group,
-            table,
-            address,
-            pointer("cos", cos, torch.float32, cos.shape),
-            pointer("sin", sin, torch.float32, cos.shape),
-            pointer("final_norm", final_norm, torch.float32, (h,)),
-            self._layers,
-        )
-        self._handle = kernels.create("dl_model_create", ctypes.byref(struct), int(kernels.isa))
-        # The C side keeps addresses only.
-        self._kept_alive: tuple[Any, ...] = (embedding, cos, sin, tuple(layers), final_norm)
 
-    def forward(self, batch: ForwardBatch, pool: NativeKVPool, team: ThreadTeam) -> torch.Tensor:
-        """Runs all layers over the batch's T rows and writes their KV; hidden [T, h] float32 after the final norm.
+    def forward(
+        self, batch: ForwardBatch, pool: NativeKVPool, team: ThreadTeam, capture: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Runs all layers over the batch's T rows and writes their KV.
 
-        Raises KernelError for a batch that names tokens, positions or slots that do not exist.
+        Returns the hidden states [T, h] float32 after the final norm and, unless `capture` is empty, the residual
+        stream after each of the layers that it names, side by side in its order: [T, len(capture) * h] float32. Layers
+        count from 0; the last one's stream is what the final norm reads.
+
+        Raises KernelError for a batch that names tokens, positions or slots that do not exist, or for such layers.
         """
-        metadata = batch.attention
-        if metadata.page_size != pool.page_size:
-            raise KernelError(f"page_size: {metadata.page_size} in the batch, {pool.page_size} in the pool")
-        num_rows, num_requests = batch.num_rows, metadata.num_requests
-        arrays = [
-            _int32("qo_indptr", metadata.qo_indptr, num_requests + 1),
-            _int32("kv_lens", metadata.kv_lens, num_requests),
-            _int32("page_indptr", metadata.page_indptr, num_requests + 1),
-            _int32("page_indices", metadata.page_indices, len(metadata.page_indices)),
-            *_ancestor_lists(metadata),
-        ]
-        if int(arrays[0][-1]) != num_rows or int(arrays[2][-1]) > len(arrays[3]):
-            raise KernelError(
-                f"qo_indptr and page_indptr: end at {arrays[0][-1]} and {arrays[2][-1]}, there are {num_rows} rows"
-                f" and {len(arrays[3])} pages"
-            )
-        names = ("input_ids", "positions", "out_slots")
-        tensors = [getattr(batch, name).contiguous() for name in names]
-        rows = [
-            pointer(name, tensor, torch.int64, (num_rows,))
-            for name, tensor in zip(names, tensors, strict=True)
-        ]
-        addresses = [array.ctypes.data for array in arrays] + [None] * (6 - len(arrays))
-        struct = BatchStruct(num_requests, metadata.page_size, *rows, *addresses)
-        hidden = torch.empty(num_rows, self.shape.hidden_size)
+        crossing = marshal(batch, pool)
+        hidden = torch.empty(batch.num_rows, self.shape.hidden_size)
+        layers = np.array(capture, dtype=np.int32)
+        captured = torch.empty(batch.num_rows, len(layers) * self.shape.hidden_size) if len(layers) else None
+        rows = RowsStruct(
+            None,
+            0,
+            len(layers),
+            layers.ctypes.data,
+            hidden.data_ptr(),
+            None,
+            None if captured is None else captured.data_ptr(),
+        )
         self._kernels.call(
             "dl_model_forward",
             self._handle.address,
             team.handle.address,
             pool.handle.address,
-            ctypes.byref(struct),
-            hidden.data_ptr(),
+            ctypes.byref(crossing.struct),
+            ctypes.byref(rows),
         )
-        return hidden
+        return hidden, captured
 
 
-def _int32(name: str, array: np.ndarray, length: int) -> np.ndarray:
+@dataclass(frozen=True)
+class MarshalledBatch:
+    """A batch as C takes it, with the memory that it points to."""
+
+    struct: BatchStruct
+    kept_alive: tuple[Any, ...]
+
+
+def marshal(batch: ForwardBatch, pool: NativeKVPool) -> MarshalledBatch:
+    """Checks dtypes, lengths and the page size; C checks the values. Raises KernelError naming what does not fit."""
+    metadata = batch.attention
+    check_page_size(metadata.page_size, pool)
+    num_rows, num_requests = batch.num_rows, metadata.num_requests
+    arrays = [
+        int32_array("qo_indptr", metadata.qo_indptr, num_requests + 1),
+        int32_array("kv_lens", metadata.kv_lens, num_requests),
+        int32_array("page_indptr", metadata.page_indptr, num_requests + 1),
+        int32_array("page_indices", metadata.page_indices, len(metadata.page_indices)),
+        *_ancestor_lists(metadata),
+    ]
+    if int(arrays[0][-1]) != num_rows or int(arrays[2][-1]) > len(arrays[3]):
+        raise KernelError(
+            f"qo_indptr and page_indptr: end at {arrays[0][-1]} and {arrays[2][-1]}, there are {num_rows} rows"
+            f" and {len(arrays[3])} pages"
+        )
+    names = ("input_ids", "positions", "out_slots")
+    tensors = [getattr(batch, name).contiguous() for name in names]
+    rows = [
+        pointer(name, tensor, torch.int64, (num_rows,)) for name, tensor in zip(names, tensors, strict=True)
+    ]
+    addresses = [array.ctypes.data for array in arrays] + [None] * (6 - len(arrays))
+    struct = BatchStruct(num_requests, metadata.page_size, *rows, *addresses)
+    return MarshalledBatch(struct, (*arrays, *tensors))
+
+
+def check_page_size(page_size: int, pool: NativeKVPool) -> None:
+    """Raises KernelError unless pages are the pool's."""
+    if page_size != pool.page_size:
+        raise KernelError(f"page_size: {page_size} in the batch, {pool.page_size} in the pool")
+
+
+def norm_pointer(name: str, norm: torch.Tensor | None, size: int) -> int | None:
+    """Address of a norm's float32 weights [size], None for no norm. Raises KernelError naming what differs."""
+    return None if norm is None else pointer(name, norm, torch.float32, (size,))
+
+
+def int32_array(name: str, array: np.ndarray, length: int) -> np.ndarray:
+    """A contiguous int32 copy or the array itself. Raises KernelError unless its shape is (length,)."""
     if array.shape != (length,):
         raise KernelError(f"{name}: {list(array.shape)}, expected [{length}]")
     return np.ascontiguousarray(array, dtype=np.int32)

@@ -1,7 +1,7 @@
 """Loads the compiled CPU kernels and calls them through ctypes: the only module that knows the C interface.
 
-Everything above works with the typed classes of linear.py, kv_pool.py and decoder.py, which check shapes, dtypes
-and contiguity before a pointer leaves Python.
+Everything above works with the typed classes of linear.py, kv_pool.py, decoder.py and draft_head.py, which check
+shapes, dtypes and contiguity before a pointer leaves Python.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from gpu_worker.errors import WorkerError
 
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 _LIBRARY = Path(__file__).parent / "cpu" / "libdraftline_cpu.so"
 
 
@@ -75,6 +75,20 @@ class ModelStruct(ctypes.Structure):
     ]
 
 
+class DraftInputStruct(ctypes.Structure):
+    """DlDraftInput."""
+
+    _fields_ = [
+        ("fuse", c_void_p),
+        ("combine", c_void_p),
+        ("embedding_norm", c_void_p),
+        ("feature_norm", c_void_p),
+        ("embedding_first", c_int32),
+        ("residual_is_normed", c_int32),
+        ("recycles_normed", c_int32),
+    ]
+
+
 class BatchStruct(ctypes.Structure):
     """DlBatch."""
 
@@ -93,7 +107,41 @@ class BatchStruct(ctypes.Structure):
     ]
 
 
+class RowsStruct(ctypes.Structure):
+    """DlRows."""
+
+    _fields_ = [
+        ("features", c_void_p),
+        ("recycled", c_int32),
+        ("num_captured", c_int32),
+        ("captured_layers", c_void_p),
+        ("hidden_out", c_void_p),
+        ("residual_out", c_void_p),
+        ("captured_out", c_void_p),
+    ]
+
+
+class ChainStruct(ctypes.Structure):
+    """DlChain."""
+
+    _fields_ = [
+        ("num_sequences", c_int64),
+        ("num_steps", c_int64),
+        ("page_size", c_int64),
+        ("input_ids", c_void_p),
+        ("hidden", c_void_p),
+        ("positions", c_void_p),
+        ("kv_lens", c_void_p),
+        ("page_indptr", c_void_p),
+        ("page_indices", c_void_p),
+        ("counts", c_void_p),
+        ("lm_head", c_void_p),
+        ("target_ids", c_void_p),
+    ]
+
+
 _HANDLE, _ARRAY, _STATUS = c_void_p, c_void_p, c_int32
+_POINTER = ctypes.POINTER
 _PRODUCT = (_HANDLE, _HANDLE, c_int32, c_int32, _ARRAY, c_int64)
 _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "dl_abi_version": (c_int32, ()),
@@ -117,9 +165,10 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "dl_pool_move": (_STATUS, (_HANDLE, _ARRAY, _ARRAY, c_int64)),
     "dl_pool_write": (_STATUS, (_HANDLE, c_int64, _ARRAY, c_int64, _ARRAY, _ARRAY)),
     "dl_pool_read": (_STATUS, (_HANDLE, c_int64, _ARRAY, c_int64, _ARRAY, _ARRAY)),
-    "dl_model_create": (_HANDLE, (ctypes.POINTER(ModelStruct), c_int32)),
+    "dl_model_create": (_HANDLE, (_POINTER(ModelStruct), _POINTER(DraftInputStruct), c_int32)),
     "dl_model_destroy": (None, (_HANDLE,)),
-    "dl_model_forward": (_STATUS, (_HANDLE, _HANDLE, _HANDLE, ctypes.POINTER(BatchStruct), _ARRAY)),
+    "dl_model_forward": (_STATUS, (_HANDLE, _HANDLE, _HANDLE, _POINTER(BatchStruct), _POINTER(RowsStruct))),
+    "dl_model_chain": (_STATUS, (_HANDLE, _HANDLE, _HANDLE, _POINTER(ChainStruct), _ARRAY)),
 }
 
 

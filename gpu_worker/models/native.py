@@ -100,7 +100,22 @@ class NativeCausalLM:
         self, batch: ForwardBatch, pool: NativeKVPool, attention: AttentionBackend | None = None
     ) -> torch.Tensor:
         """See CausalLM.forward; hidden [T, h] float32. A row's bits do not depend on the other rows."""
-        return self._decoder.forward(batch, pool, self.team)
+        return self._decoder.forward(batch, pool, self.team)[0]
+
+    def forward_capturing(
+        self,
+        batch: ForwardBatch,
+        pool: NativeKVPool,
+        attention: AttentionBackend | None,
+        layers: tuple[int, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """forward, and the residual stream after each of `layers` (counted from 0) side by side, in their order.
+
+        Returns hidden [T, h] and captured [T, len(layers) * h], both float32. Raises KernelError for a layer that the
+        model lacks.
+        """
+        hidden, captured = self._decoder.forward(batch, pool, self.team, layers)
+        return hidden, hidden.new_empty(len(hidden), 0) if captured is None else captured
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See CausalLM.compute_logits."""

@@ -140,10 +140,13 @@ int32_t dl_pool_read(const DlPool* pool, int64_t layer, const int64_t* slots, in
   });
 }
 
-DlModel* dl_model_create(const DlModelDesc* desc, int32_t isa) {
-  return created<DlModel>([&] { return new DlModel(*desc, kernels(isa)); });
+DlModel* dl_model_create(const DlModelDesc* desc, const DlDraftInput* draft_input, int32_t isa) {
+  return created<DlModel>([&] { return new DlModel(*desc, draft_input, kernels(isa)); });
 }
 void dl_model_destroy(DlModel* model) { delete model; }
-int32_t dl_model_forward(DlModel* model, DlTeam* team, DlPool* pool, const DlBatch* batch, float* hidden_out) {
-  return guarded([&] { model->forward(team->team, *pool, *batch, hidden_out); });
+int32_t dl_model_forward(DlModel* model, DlTeam* team, DlPool* pool, const DlBatch* batch, const DlRows* rows) {
+  return guarded([&] { model->forward(team->team, *pool, *batch, *rows); });
+}
+int32_t dl_model_chain(DlModel* model, DlTeam* team, DlPool* pool, const DlChain* chain, int64_t* tokens_out) {
+  return guarded([&] { model->run_chain(team->team, *pool, *chain, tokens_out); });
 }

@@ -8,7 +8,7 @@
 #define DL_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change to a struct or signature below; the loader refuses a library with another number.
-constexpr int32_t kDlAbiVersion = 1;
+constexpr int32_t kDlAbiVersion = 2;
 
 typedef struct DlTeam DlTeam;
 typedef struct DlLinear DlLinear;
@@ -30,7 +30,7 @@ typedef struct DlLayer {
   const DlLinear* o;
   const DlLinear* gate_up;  // blocks of 16 columns in turn: gate, up, gate, up, ...
   const DlLinear* down;
-  const float* attn_norm;  // [hidden]
+  const float* attn_norm;  // [hidden], or null: attention's input is not normed
   const float* mlp_norm;   // [hidden]
   const float* q_norm;     // [head_dim] or null
   const float* k_norm;     // [head_dim] or null
@@ -53,9 +53,22 @@ typedef struct DlModelDesc {
   const void* embedding;     // [vocab, hidden] of the table's type, or a DlLinear
   const float* cos;          // [num_positions, rotary_dim / 2]
   const float* sin;
-  const float* final_norm;   // [hidden]
+  const float* final_norm;   // [hidden], or null: none
   const DlLayer* layers;     // [num_layers]
 } DlModelDesc;
+
+// How a draft head makes its layers' input from a token's embedding e and a feature row f. With f' = fuse(f), or f
+// where there is no fuse or f is recycled, and norms where they are given, x = [norm(e), norm(f')]. With `combine`,
+// combine(x) enters the layers. Without, x is the input of layer 0's qkv, and the residual stream begins as f'.
+typedef struct DlDraftInput {
+  const DlLinear* fuse;         // from target features to hidden, or null
+  const DlLinear* combine;      // from 2 hidden to hidden, or null
+  const float* embedding_norm;  // [hidden] or null
+  const float* feature_norm;    // [hidden] or null
+  int32_t embedding_first;      // 0: x = [norm(f'), norm(e)]
+  int32_t residual_is_normed;   // without combine: the residual stream begins as norm(f')
+  int32_t recycles_normed;      // the next step of a chain takes the output after the final norm, else before
+} DlDraftInput;
 
 // One forward pass: T = qo_indptr[B] rows of B requests (terms of gpu_worker/forward_batch.py).
 typedef struct DlBatch {
@@ -71,6 +84,34 @@ typedef struct DlBatch {
   const int32_t* tree_indptr;   // [T + 1] into tree_ancestors, or null: no trees. Equal bounds: a causal row.
   const int32_t* tree_ancestors;  // per row of a tree: rows of its request it sees, itself last, ascending
 } DlBatch;
+
+// What goes into a forward pass beside its batch, and what comes out.
+typedef struct DlRows {
+  const float* features;           // of a draft head: [T, inputs of fuse], or [T, hidden]; else null
+  int32_t recycled;                // features [T, hidden] come from the head itself and pass by `fuse`
+  int32_t num_captured;
+  const int32_t* captured_layers;  // [num_captured]
+  float* hidden_out;               // [T, hidden] after the final norm
+  float* residual_out;             // [T, hidden] before it, or null
+  float* captured_out;             // [T, num_captured * hidden]: the residual stream after each of these layers
+} DlRows;
+
+// Greedy drafts of D sequences. Step s of a sequence runs its newest token at positions + s, attends kv_lens + s keys
+// and writes the last of those slots, all by the sequence's page table.
+typedef struct DlChain {
+  int64_t num_sequences;
+  int64_t num_steps;            // the most of any sequence
+  int64_t page_size;
+  const int64_t* input_ids;     // [D]
+  const float* hidden;          // [D, hidden], recycled
+  const int64_t* positions;     // [D]
+  const int32_t* kv_lens;       // [D], the first step's own slot included
+  const int32_t* page_indptr;   // [D + 1]
+  const int32_t* page_indices;  // [page_indptr[D]]
+  const int32_t* counts;        // [D] steps of each sequence, 0..num_steps
+  const DlLinear* lm_head;
+  const int64_t* target_ids;    // [columns of lm_head]: the ids that they stand for; null: their own numbers
+} DlChain;
 
 DL_API int32_t dl_abi_version();
 DL_API const char* dl_last_error();
@@ -110,7 +151,9 @@ DL_API int32_t dl_pool_write(DlPool* pool, int64_t layer, const int64_t* slots, 
 DL_API int32_t dl_pool_read(const DlPool* pool, int64_t layer, const int64_t* slots, int64_t count, float* keys,
                             float* values);
 
-DL_API DlModel* dl_model_create(const DlModelDesc* desc, int32_t isa);
+// draft_input null: a decoder whose residual stream begins with the embedding.
+DL_API DlModel* dl_model_create(const DlModelDesc* desc, const DlDraftInput* draft_input, int32_t isa);
 DL_API void dl_model_destroy(DlModel* model);
-// hidden_out [T, hidden]: after the final norm.
-DL_API int32_t dl_model_forward(DlModel* model, DlTeam* team, DlPool* pool, const DlBatch* batch, float* hidden_out);
+DL_API int32_t dl_model_forward(DlModel* model, DlTeam* team, DlPool* pool, const DlBatch* batch, const DlRows* rows);
+// tokens_out [D, num_steps]: each step's token, -1 from a sequence's count on.
+DL_API int32_t dl_model_chain(DlModel* model, DlTeam* team, DlPool* pool, const DlChain* chain, int64_t* tokens_out);

@@ -136,7 +136,7 @@ void run_linear(const DlLinear& linear, Team& team, const Kernels& kernels, int3
   check_group(linear.format, group);
   ActivationRing ring;
   ring.reserve(1, rows, linear.k, kernels);
-  const Activations input = ring.at(0, linear.format, group);
+  const Activations input = ring.at(0, linear.k, linear.format, group);
   const LinearWork work(linear, rows);
   run_on(team, [&](Worker& worker) {
     worker.phase(rows, [&](int64_t row) { kernels.quantise(x + row * linear.k, 0, linear.k, input, row); });
@@ -151,7 +151,7 @@ void run_topk(const DlLinear& head, Team& team, const Kernels& kernels, int32_t 
   require(k >= 1 && k <= 64 && k <= head.n, "count: " + std::to_string(k) + " is not in 1..64 or above the " + std::to_string(head.n) + " columns");
   ActivationRing ring;
   ring.reserve(1, rows, head.k, kernels);
-  const Activations input = ring.at(0, head.format, group);
+  const Activations input = ring.at(0, head.k, head.format, group);
   TopK topk(head, team, kernels, rows, static_cast<size_t>(k), lse != nullptr);
   run_on(team, [&](Worker& worker) {
     worker.phase(rows, [&](int64_t row) { kernels.quantise(hidden + row * head.k, 0, head.k, input, row); });

@@ -1,5 +1,6 @@
-// A llama-family decoder bound to one instruction set: the forward pass over its weights.
+// A llama-family decoder, or a draft head of such layers, bound to one instruction set.
 #pragma once
+#include <optional>
 #include <vector>
 
 #include "attention_plan.hpp"
@@ -9,18 +10,27 @@
 #include "workspace.hpp"
 
 struct DlModel {
-  DlModel(const DlModelDesc& desc, const dl::Kernels& kernels);
-  void forward(dl::Team& team, const DlPool& pool, const DlBatch& batch, float* hidden_out);
+  // draft_input may be null.
+  DlModel(const DlModelDesc& desc, const DlDraftInput* draft_input, const dl::Kernels& kernels);
+  void forward(dl::Team& team, const DlPool& pool, const DlBatch& batch, const DlRows& rows);
+  // See DlChain. Nothing has run when it throws.
+  void run_chain(dl::Team& team, const DlPool& pool, const DlChain& chain, int64_t* tokens_out);
 
  private:
   // One thread's way through the layers.
   class Pass;
 
-  void check(const DlPool& pool, const DlBatch& batch) const;
+  void check_layers() const;
+  void check_draft_input() const;
+  void check(const DlPool& pool, const DlBatch& batch, const DlRows& rows) const;
+  void check_chain(const DlChain& chain) const;
+  // Layer 0's qkv reads the draft head's pair of embedding and features.
+  bool pairs_enter_qkv() const { return draft_input_.has_value() && draft_input_->combine == nullptr; }
   void embed(int64_t row, float* to) const;
 
   const DlModelDesc desc_;
   const std::vector<DlLayer> layers_;
+  const std::optional<DlDraftInput> draft_input_;
   const dl::Kernels& kernels_;
 
   // Of the pass that runs.

@@ -6,19 +6,17 @@ using namespace dl;
 
 namespace {
 
-// Rows that each thread norms for itself: cheaper than to share the work, wait for each other and fetch the results.
-constexpr int64_t kOwnRows = 8;
 // Rows whose shared activations are asked for all at once.
 constexpr int64_t kFetchedRows = 16;
 
 }  // namespace
 
-DlModel::Pass::Pass(DlModel& model, Worker& worker, const DlPool& pool, int threads, float* hidden_out)
+DlModel::Pass::Pass(DlModel& model, Worker& worker, const DlPool& pool, int threads, const DlRows& data)
     : model_(model),
       worker_(worker),
       pool_(pool),
       threads_(threads),
-      hidden_out_(hidden_out),
+      data_(data),
       desc_(model.desc_),
       kernels_(model.kernels_),
       plan_(model.plan_),
@@ -31,10 +29,9 @@ DlModel::Pass::Pass(DlModel& model, Worker& worker, const DlPool& pool, int thre
 
 void DlModel::Pass::run() {
   const auto nothing = [] {};
-  worker_.phase(rows_, [&](int64_t row) { model_.embed(row, workspace_.residual(0) + row * hidden_); });
+  const float* before = make_input();
   for (int64_t index = 0; index < desc_.num_layers; index++) {
     const DlLayer& layer = model_.layers_[static_cast<size_t>(index)];
-    const float* before = workspace_.residual(2 * index);
     float* between = workspace_.residual(2 * index + 1);
     float* after = workspace_.residual(2 * index + 2);
 
@@ -45,8 +42,13 @@ void DlModel::Pass::run() {
       rotate(index, joint[static_cast<size_t>(i / desc_.num_kv_heads)], i % desc_.num_kv_heads);
     };
     const bool at_once = joint.size() == 1;  // not worth a phase of its own
-    normed_phase(
-        before, layer.attn_norm, layer.qkv->format, qkv.items(),
+    const bool from_pairs = index == 0 && model_.pairs_enter_qkv();
+    product_phase(
+        *layer.qkv, qkv.items(),
+        [&](int64_t row, const Activations& to) {
+          if (from_pairs) return pair(row, to);
+          norm(before, layer.attn_norm, row, to);
+        },
         [&](int64_t item, const Activations& x) {
           qkv.run(kernels_, x, nullptr, workspace_.qkv(index), qkv_width_, item);
         },
@@ -55,53 +57,54 @@ void DlModel::Pass::run() {
         });
     if (!at_once && num_rotations > 0) worker_.phase(num_rotations, rotate_one);
 
-    const Activations o_in = workspace_.o_input.at(index, layer.o->format, group_);
+    const Activations o_in = workspace_.o_input.at(index, q_width_, layer.o->format, group_);
     attend(index, o_in);
     will_read(o_in);
     const LinearWork o(*layer.o, rows_);
     worker_.phase(o.items(), [&](int64_t item) { o.run(kernels_, o_in, before, between, hidden_, item); });
 
-    const Activations down_in = workspace_.down_input.at(index, layer.down->format, group_);
-    normed_phase(
-        between, layer.mlp_norm, layer.gate_up->format,
-        ceil_div(desc_.intermediate, kGateColumns) * RowChunks(rows_).count,
+    const Activations down_in = workspace_.down_input.at(index, desc_.intermediate, layer.down->format, group_);
+    product_phase(
+        *layer.gate_up, ceil_div(desc_.intermediate, kGateColumns) * RowChunks(rows_).count,
+        [&](int64_t row, const Activations& to) { norm(between, layer.mlp_norm, row, to); },
         [&](int64_t item, const Activations& x) { gate_up(layer, x, down_in, item); }, nothing);
     will_read(down_in);
     const LinearWork down(*layer.down, rows_);
-    worker_.phase(down.items(), [&](int64_t item) { down.run(kernels_, down_in, between, after, hidden_, item); });
+    worker_.phase(down.items(), [&](int64_t item) {
+      down.run(kernels_, down_in, between, after, hidden_, item);
+      capture(index, down, item, after);
+    });
+    before = after;
   }
-  const float* last = workspace_.residual(2 * desc_.num_layers);
-  worker_.phase(rows_, [&](int64_t row) {
-    kernels_.rms_norm(last + row * hidden_, desc_.final_norm, desc_.eps, hidden_, hidden_out_ + row * hidden_);
-  });
+  worker_.phase(rows_, [&](int64_t row) { put_out(row, before + row * hidden_); });
 }
 
-template <class Fn, class Last>
-void DlModel::Pass::normed_phase(const float* residual, const float* weight, int32_t format, int64_t n, Fn&& fn,
-                                 Last&& last) {
-  if (rows_ <= kOwnRows) {
-    const Activations own = workspace_.own_input.at(worker_.thread(), format, group_);
-    bool made = false;
-    worker_.phase(
-        n,
-        [&](int64_t item) {
-          for (int64_t row = 0; !made && row < rows_; row++) norm(residual, weight, row, own);
-          made = true;
-          fn(item, own);
-        },
-        last);
-    return;
+void DlModel::Pass::capture(int64_t layer, const LinearWork& work, int64_t item, const float* residual) const {
+  const int64_t chunk = item / work.blocks, column = item % work.blocks * kLanes;
+  const int64_t columns = std::min(kLanes, hidden_ - column), width = data_.num_captured * hidden_;
+  for (int64_t i = 0; i < data_.num_captured; i++) {
+    if (data_.captured_layers[i] != layer) continue;
+    for (int64_t row = work.chunks.begin(chunk); row < work.chunks.end(chunk); row++) {
+      std::copy_n(residual + row * hidden_ + column, columns, data_.captured_out + row * width + i * hidden_ + column);
+    }
   }
-  const Activations shared = workspace_.shared_input.at(0, format, group_);
-  worker_.phase(rows_, [&](int64_t row) { norm(residual, weight, row, shared); });
-  will_read(shared);
-  worker_.phase(n, [&](int64_t item) { fn(item, shared); }, last);
+}
+
+void DlModel::Pass::put_out(int64_t row, const float* residual) const {
+  float* hidden = data_.hidden_out + row * hidden_;
+  if (desc_.final_norm == nullptr) {
+    std::copy_n(residual, hidden_, hidden);
+  } else {
+    kernels_.rms_norm(residual, desc_.final_norm, desc_.eps, hidden_, hidden);
+  }
+  if (data_.residual_out != nullptr) std::copy_n(residual, hidden_, data_.residual_out + row * hidden_);
 }
 
 void DlModel::Pass::norm(const float* residual, const float* weight, int64_t row, const Activations& to) const {
-  float* normed = workspace_.normed(worker_.thread());
   const float* x = residual + row * hidden_;
   kernels_.will_read(x, hidden_ * 4);
+  if (weight == nullptr) return kernels_.quantise(x, 0, hidden_, to, row);
+  float* normed = workspace_.normed(worker_.thread());
   kernels_.rms_norm(x, weight, desc_.eps, hidden_, normed);
   kernels_.quantise(normed, 0, hidden_, to, row);
 }

@@ -1,0 +1,407 @@
+"""Draft heads against a reference of each form, row independence, chains, and the hidden states they are fed with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from gpu_worker.kernels.draft_head import ChainStart
+from gpu_worker.kernels.kv_pool import NativeKVPool
+from gpu_worker.kernels.linear import PackedLinear, WeightFormat
+from gpu_worker.kernels.native import Isa, KernelError, NativeKernels, ThreadTeam
+from tests.gpu_worker.kernels import reference
+from tests.gpu_worker.kernels.conftest import BuildModel
+from tests.gpu_worker.kernels.heads import FORMS, SHAPE, VOCAB, Head, make_head
+from tests.gpu_worker.kernels.schedules import Rows, Sequence, make_batch, num_pages, place
+
+H = SHAPE.hidden_size
+Teams = Callable[[int], ThreadTeam]
+BuildHead = Callable[..., Head]
+
+
+@pytest.fixture(scope="module")
+def heads(kernels: NativeKernels) -> BuildHead:
+    """heads(name of the form, format): kept."""
+    return functools.cache(
+        lambda name, format=WeightFormat.Q8_0: make_head(kernels, FORMS[name], format, seed=len(name))
+    )
+
+
+def random_text(n: int, width: int, seed: int) -> tuple[list[int], torch.Tensor]:
+    """Ids and feature rows of n tokens."""
+    ids = np.random.default_rng(seed).integers(0, VOCAB, n).tolist()
+    return ids, torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
+
+
+def run(
+    head: Head,
+    pool: NativeKVPool,
+    team: ThreadTeam,
+    rows: list[Rows],
+    features: torch.Tensor,
+    recycled: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One pass; causal rows count as computed afterwards."""
+    out = head.native.forward(make_batch(rows, pool.page_size), pool, team, features, recycled)
+    for row in rows:
+        if not row.tree_tokens:
+            row.sequence.num_computed += row.count
+    return out
+
+
+def drafted(head: Head, team: ThreadTeam, n: int, steps: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """n rows of the target, then `steps` recycled ones: (ids, features as hidden_states takes them, both outputs)."""
+    ids, features = random_text(n + steps, head.native.feature_size, seed=3)
+    sequence = Sequence(ids, list(range(-(-len(ids) // 16))))
+    pool = head.native.new_pool(len(sequence.pages), 16)
+    recycled, normed = run(head, pool, team, [Rows(sequence, n)], features[:n])
+    outputs = [torch.stack([recycled, normed])]
+    for step in range(steps):
+        features[n + step, :H] = outputs[-1][0, -1]
+        outputs.append(
+            torch.stack(
+                run(head, pool, team, [Rows(sequence, 1)], outputs[-1][0, -1:].clone(), recycled=True)
+            )
+        )
+    return ids, features, torch.cat(outputs, dim=1)
+
+
+def row_errors(actual: torch.Tensor, expected: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:
+    wanted = torch.from_numpy(np.stack(expected)).float()
+    return (actual - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+
+
+@pytest.mark.parametrize("format", [WeightFormat.Q8_0, WeightFormat.BF16], ids=lambda f: f.name)
+@pytest.mark.parametrize("name", FORMS)
+def test_equals_the_reference_with_the_same_quantisation(
+    heads: BuildHead, teams: Teams, name: str, format: WeightFormat
+) -> None:
+    """Prefill of more rows than are prepared by each thread alone, then steps on the head's own outputs."""
+    head = heads(name, format)
+    ids, features, actual = drafted(head, teams(2), 40, 4)
+    errors = row_errors(actual, head.hidden_states(ids, features.double().numpy(), 40))
+    layers = head.form.num_layers
+    assert errors.median() < (2e-4 if layers == 1 else 0.01)
+    assert errors.max() < (0.03 if layers == 1 else 0.06)
+
+
+@pytest.mark.parametrize("format", [WeightFormat.Q8_0, WeightFormat.BF16], ids=lambda f: f.name)
+@pytest.mark.parametrize("name", FORMS)
+def test_close_to_the_float_head(heads: BuildHead, teams: Teams, name: str, format: WeightFormat) -> None:
+    head = heads(name, format)
+    ids, features, actual = drafted(head, teams(2), 40, 4)
+    expected = head.hidden_states(ids, features.double().numpy(), 40, exact=True)
+    assert row_errors(actual, expected).max() < 0.1
+
+
+@pytest.mark.parametrize("k", [2 * 576, 3 * 576])
+@pytest.mark.parametrize("format", [WeightFormat.Q8_0, WeightFormat.BF16], ids=lambda f: f.name)
+def test_wide_inputs(kernels: NativeKernels, teams: Teams, format: WeightFormat, k: int) -> None:
+    """The widths of pairs and of three hidden states of a small model."""
+    generator = torch.Generator().manual_seed(k)
+    linear = PackedLinear(kernels, format, 96, k)
+    linear.pack_floats(torch.randn(96, k, generator=generator))
+    x = torch.randn(5, k, generator=generator)
+    round_pairs = kernels.isa is Isa.AVX512_BF16
+    expected = reference.product(linear, x.double().numpy(), 32, round_pairs=round_pairs)
+    torch.testing.assert_close(
+        linear.run(teams(2), x, 32), torch.from_numpy(expected).float(), rtol=1e-4, atol=1e-3
+    )
+
+
+def one_by_one(
+    head: Head, team: ThreadTeam, ids: list[int], features: torch.Tensor, recycled: bool
+) -> torch.Tensor:
+    """[2, n, h]: each row in a pass of its own."""
+    sequence = Sequence(ids, list(range(-(-len(ids) // 16))))
+    pool = head.native.new_pool(len(sequence.pages), 16)
+    outputs = [
+        torch.stack(run(head, pool, team, [Rows(sequence, 1)], features[i : i + 1].clone(), recycled))
+        for i in range(len(ids))
+    ]
+    return torch.cat(outputs, dim=1)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("name", FORMS)
+def test_any_schedule_gives_the_bits_of_one_by_one(
+    heads: BuildHead, teams: Teams, name: str, threads: int
+) -> None:
+    head, rng = heads(name), np.random.default_rng(threads)
+    texts = [random_text(n, head.native.feature_size, seed=n) for n in (5, 61, 23)]
+    expected = [one_by_one(head, teams(1), ids, features, recycled=False) for ids, features in texts]
+    sequences = place(rng, [ids for ids, _ in texts], 16)
+    pool = head.native.new_pool(num_pages(sequences), 16)
+    while waiting := [i for i, s in enumerate(sequences) if s.num_computed < len(s.tokens)]:
+        chosen = rng.permutation(waiting)[: rng.integers(1, len(waiting) + 1)].tolist()
+        starts = [sequences[i].num_computed for i in chosen]
+        counts = [
+            min(int(rng.choice([1, 2, 5, 30])), len(sequences[i].tokens) - start)
+            for i, start in zip(chosen, starts, strict=True)
+        ]
+        spans = [(i, start, start + count) for i, start, count in zip(chosen, starts, counts, strict=True)]
+        out = run(
+            head,
+            pool,
+            teams(threads),
+            [Rows(sequences[i], count) for i, count in zip(chosen, counts, strict=True)],
+            torch.cat([texts[i][1][begin:end] for i, begin, end in spans]),
+        )
+        wanted = torch.cat([expected[i][:, begin:end] for i, begin, end in spans], dim=1)
+        assert torch.equal(torch.stack(out), wanted)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("name", ["eagle original", "eagle 3", "mtp"])
+def test_trees_give_the_bits_of_their_paths(heads: BuildHead, teams: Teams, name: str, threads: int) -> None:
+    """A tree of recycled rows, beside another request's row, equals each of its paths."""
+    head, rng = heads(name), np.random.default_rng(threads)
+    prefix, nodes = 131, 12
+    ids, features = random_text(prefix, head.native.feature_size, seed=9)
+    tree_ids, recycled = random_text(nodes + 1, H, seed=10)
+    parents = [0] + [int(rng.integers(max(0, i - 4), i)) for i in range(1, nodes)]
+    sequence, other = place(rng, [ids, tree_ids[-1:]], 16, spare=nodes)
+    pool = head.native.new_pool(num_pages([sequence, other]), 16)
+    run(head, pool, teams(threads), [Rows(sequence, prefix)], features)
+    tree = Rows(sequence, nodes, tree_ids[:nodes], parents)
+    out = torch.stack(run(head, pool, teams(threads), [tree, Rows(other, 1)], recycled, recycled=True))
+    for node in (0, 4, nodes - 1):
+        path = [node]
+        while path[0] != 0:
+            path.insert(0, parents[path[0]])
+        alone = Sequence(ids + [tree_ids[i] for i in path], list(range(9)))
+        own_pool = head.native.new_pool(9, 16)
+        run(head, own_pool, teams(1), [Rows(alone, prefix)], features)
+        for i in path:
+            row = recycled[i : i + 1].clone()
+            expected = torch.stack(run(head, own_pool, teams(1), [Rows(alone, 1)], row, recycled=True))
+        assert torch.equal(out[:, node], expected[:, 0])
+
+
+def chain_start(
+    sequences: list[Sequence], ids: list[int], hidden: torch.Tensor, counts: list[int], page_size: int
+) -> ChainStart:
+    return ChainStart(
+        torch.tensor(ids),
+        hidden,
+        torch.tensor([s.num_computed for s in sequences]),
+        page_size,
+        np.array([s.num_computed + 1 for s in sequences], np.int32),
+        np.cumsum([0, *(len(s.pages) for s in sequences)]).astype(np.int32),
+        np.concatenate([s.pages for s in sequences]).astype(np.int32),
+        np.array(counts, np.int32),
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_chain_equals_its_steps(
+    heads: BuildHead, teams: Teams, name: str, mapped: bool, threads: int
+) -> None:
+    """Sequences of different lengths and step counts; the KV they leave behind is the same too."""
+    head, rng, counts = heads(name), np.random.default_rng(5), [3, 0, 5, 1, 5]
+    native, team, group = head.native, teams(threads), SHAPE.activation_group
+    target_ids = head.target_ids if mapped else None
+    texts = [random_text(n, native.feature_size, seed=n) for n in (14, 3, 130, 16, 40)]
+    sequences = place(rng, [ids for ids, _ in texts], 16, spare=6)
+    pools = [native.new_pool(num_pages(sequences), 16) for _ in range(2)]
+    prompts = [Rows(s, len(s.tokens)) for s in sequences]
+    features = torch.cat([f for _, f in texts])
+    ends = np.cumsum([len(ids) for ids, _ in texts]) - 1
+    first = None
+    for pool in pools:
+        for s in sequences:
+            s.num_computed = 0
+        recycled, normed = run(head, pool, team, prompts, features)
+        hidden = recycled[ends].contiguous()
+        best = head.lm_head.argmax(team, normed[ends].contiguous(), group)
+        first = (best if target_ids is None else target_ids[best]).tolist()
+    assert first is not None
+    start = chain_start(sequences, first, hidden, counts, 16)
+    tokens = native.chain(start, pools[0], team, head.lm_head, target_ids)
+    assert tokens.shape == (5, 5)
+
+    expected = torch.full((5, 5), -1)
+    for d, sequence in enumerate(sequences):
+        token, row = first[d], hidden[d : d + 1].clone()
+        for step in range(counts[d]):
+            sequence.tokens = [*sequence.tokens[: sequence.num_computed], token]
+            row, normed = run(head, pools[1], teams(1), [Rows(sequence, 1)], row, recycled=True)
+            best = int(head.lm_head.argmax(teams(1), normed, group))
+            token = best if target_ids is None else int(target_ids[best])
+            expected[d, step] = token
+    assert torch.equal(tokens, expected)
+    slots = torch.arange(num_pages(sequences) * 16)
+    for layer in range(native.num_layers):
+        for a, b in zip(pools[0].read(layer, slots), pools[1].read(layer, slots), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_an_empty_chain(heads: BuildHead, teams: Teams) -> None:
+    head = heads("mtp")
+    start = chain_start([Sequence([1], [0])], [1], torch.zeros(1, H), [0], 16)
+    assert head.native.chain(start, head.native.new_pool(1, 16), teams(1), head.lm_head).shape == (1, 0)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40, 300])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_captured_streams_are_those_of_truncated_models(build: BuildModel, rows: int, threads: int) -> None:
+    """Normed, the stream after a layer is what the model up to that layer returns; in the order that was asked for."""
+    model = build("q4_1", threads, num_layers=3)
+    final_norm = model._parts[4]
+    ids = np.random.default_rng(rows).integers(0, 300, rows).tolist()
+    pages = list(range(-(-rows // 16)))
+
+    def batch() -> object:
+        return make_batch([Rows(Sequence(ids, pages), rows)], 16)
+
+    h = model.config.hidden_size
+    layers = (2, 0, 1, 0)
+    hidden, captured = model.forward_capturing(batch(), model.new_pool(len(pages), 16), None, layers)
+    assert captured.shape == (rows, 4 * h)
+    assert torch.equal(hidden, model.forward(batch(), model.new_pool(len(pages), 16)))
+    for part, layer in zip(captured.split(h, dim=1), layers, strict=True):
+        short = model.truncated(layer + 1)
+        expected = short.forward(batch(), short.new_pool(len(pages), 16))
+        normed = reference.rms_norm(part.double().numpy(), final_norm, model.config.rms_norm_eps)
+        torch.testing.assert_close(torch.from_numpy(normed).float(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_captured_rows_do_not_depend_on_other_rows(build: BuildModel) -> None:
+    """Decoding one by one gives the bits of one pass over all rows."""
+    model = build("q4_1", 2, num_layers=3)
+    ids = np.random.default_rng(0).integers(0, 300, 40).tolist()
+    pool = model.new_pool(3, 16)
+    batch = make_batch([Rows(Sequence(ids, [0, 1, 2]), 40)], 16)
+    _, together = model.forward_capturing(batch, pool, None, (0, 2))
+    alone, sequence = [], Sequence(ids, [0, 1, 2])
+    for _ in ids:
+        batch = make_batch([Rows(sequence, 1)], 16)
+        alone.append(model.forward_capturing(batch, pool, None, (0, 2))[1])
+        sequence.num_computed += 1
+    assert torch.equal(torch.cat(alone), together)
+
+
+def test_layers_to_capture_must_exist(build: BuildModel) -> None:
+    model = build("q4_1", 2, num_layers=3)
+    batch = make_batch([Rows(Sequence([1], [0]), 1)], 16)
+    with pytest.raises(KernelError, match=r"capture: 3 is not in 0\.\.2"):
+        model.forward_capturing(batch, model.new_pool(1, 16), None, (3,))
+    assert model.forward_capturing(batch, model.new_pool(1, 16), None, ())[1].shape == (1, 0)
+
+
+def test_features_of_another_shape_are_refused(heads: BuildHead, teams: Teams) -> None:
+    head = heads("eagle 3")
+    pool = head.native.new_pool(1, 16)
+    batch = make_batch([Rows(Sequence([1, 2], [0]), 2)], 16)
+    for shape, recycled in (((2, H), False), ((2, 3 * H), True), ((1, 3 * H), False)):
+        with pytest.raises(KernelError, match=r"features: torch\.float32"):
+            head.native.forward(batch, pool, teams(1), torch.zeros(shape), recycled)
+    with pytest.raises(KernelError, match="input_ids: 300"):
+        head.native.forward(
+            dataclasses.replace(batch, input_ids=torch.tensor([1, 300])),
+            pool,
+            teams(1),
+            torch.zeros(2, 3 * H),
+            False,
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"counts": np.array([4], np.int32)}, "1 pages of sequence 0 do not hold 17 keys"),
+        ({"counts": np.array([-1], np.int32)}, "counts: -1 of sequence 0"),
+        ({"positions": torch.tensor([510])}, "positions: 510 of sequence 0 and 3 steps pass 511"),
+        ({"kv_lens": np.array([0], np.int32)}, "kv_lens: 0 of sequence 0"),
+        ({"input_ids": torch.tensor([300])}, "input_ids: 300"),
+        ({"page_indices": np.array([2], np.int32)}, "page_indices: 2 of request 0 is outside the pool"),
+        ({"page_size": 8}, "page_size: 8 in the batch, 16 in the pool"),
+        ({"hidden": torch.zeros(1, H - 1)}, r"hidden: torch\.float32"),
+        ({"page_indptr": np.array([0, 2], np.int32)}, "page_indptr: ends at 2, there are 1 pages"),
+    ],
+)
+def test_bad_chains_are_refused_before_anything_runs(
+    heads: BuildHead, teams: Teams, changes: dict[str, object], message: str
+) -> None:
+    head = heads("mtp")
+    pool = head.native.new_pool(2, 16)
+    start = chain_start([Sequence([1], [0], 13)], [1], torch.zeros(1, H), [3], 16)
+    with pytest.raises(KernelError, match=message):
+        head.native.chain(dataclasses.replace(start, **changes), pool, teams(1), head.lm_head)
+    assert not any(part.any() for part in pool.read(0, torch.arange(32)))
+
+
+def test_bad_heads_of_chains_are_refused(heads: BuildHead, teams: Teams, kernels: NativeKernels) -> None:
+    head = heads("mtp")
+    start = chain_start([Sequence([1], [0])], [1], torch.zeros(1, H), [1], 16)
+
+    def chain(lm_head: PackedLinear, target_ids: torch.Tensor | None = None) -> None:
+        head.native.chain(start, head.native.new_pool(1, 16), teams(1), lm_head, target_ids)
+
+    with pytest.raises(KernelError, match="lm_head: of 64 inputs, expected 96"):
+        chain(PackedLinear(kernels, WeightFormat.Q8_0, 32, 64))
+    with pytest.raises(KernelError, match="lm_head: 301 columns, the embedding has 300 rows"):
+        chain(PackedLinear(kernels, WeightFormat.Q8_0, VOCAB + 1, H))
+    with pytest.raises(KernelError, match=r"target_ids: torch\.int64 \[3\], expected torch\.int64 \[200\]"):
+        chain(head.lm_head, head.target_ids[:3].contiguous())
+    with pytest.raises(KernelError, match="target_ids: 300 is not in"):
+        chain(head.lm_head, torch.full_like(head.target_ids, VOCAB))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mtp", {"combine": None}, r"layers\[0\]\.qkv: not of 192 outputs and 192 inputs"),
+        ("eagle 3", {"fuse": "narrow"}, "fuse: not of 96 outputs"),
+        ("mtp", {"residual_is_normed": True}, "residual_is_normed"),
+        ("mtp", {"feature_norm": torch.ones(H + 1)}, r"feature_norm: torch\.float32 \[97\]"),
+        ("mtp", {"layers": []}, "num_layers: 0"),
+        (
+            "eagle 3",
+            {"feature_norm": None, "residual_is_normed": True},
+            "residual_is_normed: no feature_norm",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    heads: BuildHead, kernels: NativeKernels, name: str, changes: dict[str, object], message: str
+) -> None:
+    head = heads(name)
+    if changes.get("fuse") == "narrow":
+        changes = {"fuse": PackedLinear(kernels, WeightFormat.Q8_0, H - 1, 3 * H)}
+    weights = dataclasses.replace(head.native.weights, **changes)  # type: ignore[arg-type]
+    with pytest.raises(KernelError, match=message):
+        type(head.native)(kernels, SHAPE, head.embedding, head.cos, head.sin, weights)
+
+
+def test_a_first_norm_beside_the_norms_of_the_pair_is_refused(
+    heads: BuildHead, kernels: NativeKernels
+) -> None:
+    head = heads("eagle 3")
+    layer = dataclasses.replace(head.native.weights.layers[0], attn_norm=torch.ones(H))
+    weights = dataclasses.replace(head.native.weights, layers=[layer])
+    with pytest.raises(KernelError, match=r"layers\[0\]\.attn_norm"):
+        type(head.native)(kernels, SHAPE, head.embedding, head.cos, head.sin, weights)
+
+
+def test_a_packed_embedding_gives_the_bits_of_its_floats(
+    heads: BuildHead, teams: Teams, kernels: NativeKernels
+) -> None:
+    head = heads("eagle 3")
+    packed = PackedLinear(kernels, WeightFormat.BF16, VOCAB, H)
+    packed.pack_floats(head.embedding)
+    table = head.embedding.to(torch.bfloat16)
+    ids, features = random_text(12, 3 * H, seed=1)
+    batch = make_batch([Rows(Sequence(ids, [0]), 12)], 16)
+    results = []
+    for embedding in (packed, table):
+        native = type(head.native)(kernels, SHAPE, embedding, head.cos, head.sin, head.native.weights)
+        results.append(native.forward(batch, native.new_pool(1, 16), teams(2), features, False)[1])
+    assert torch.equal(*results)
