@@ -18,6 +18,9 @@ class WorkerConfig:
     speculation: tuple[SpeculationMethod, ...] = (SpeculationMethod.NGRAM,)
     num_draft_tokens: int = 4
     draft_model: str = ""
+    heads: tuple[tuple[SpeculationMethod, str], ...] = ()
+    draft_shape: str = "chain"
+    max_draft_depth: int = 4
     page_size: int = 16
     num_pages: int = 0
     max_running_requests: int = 64

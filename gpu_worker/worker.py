@@ -139,13 +139,19 @@ def load_worker_config(path: Path, runtime_dir: Path, rank: int) -> WorkerConfig
     values |= {"control_address": f"ipc://{runtime_dir}/control.sock", "rank": rank}
     try:
         methods = values.get("speculation", [])
-        labels = [
-            SpeculationMethod.from_label(m) if isinstance(m, str) else SpeculationMethod(m) for m in methods
-        ]
+        labels = [_method(method) for method in methods]
         values["speculation"] = [method for method in labels if method is not SpeculationMethod.DISABLED]
+        heads = values.get("heads", {})
+        pairs = heads.items() if isinstance(heads, dict) else heads
+        values["heads"] = [(_method(method), path) for method, path in pairs]
         return msgspec.convert(values, WorkerConfig)
-    except (msgspec.ValidationError, ValueError) as error:
+    except (msgspec.ValidationError, ValueError, TypeError) as error:
         raise WorkerError(f"config {path}: {error}") from error
+
+
+def _method(value: str | int) -> SpeculationMethod:
+    """A method by label (TOML) or number (JSON)."""
+    return SpeculationMethod.from_label(value) if isinstance(value, str) else SpeculationMethod(value)
 
 
 def _serve(config: WorkerConfig) -> None:

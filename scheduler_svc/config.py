@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,14 @@ import msgspec
 
 from scheduler_svc.errors import StartupError
 from shared_mem.enums import SpeculationMethod
+
+HEAD_METHODS = (
+    SpeculationMethod.EAGLE,
+    SpeculationMethod.MTP,
+    SpeculationMethod.MEDUSA,
+    SpeculationMethod.EAGLE3,
+)
+MAX_DRAFT_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -22,6 +31,7 @@ class ServerConfig:
     dtype: str = "auto"  # auto | float32 | bfloat16 | int8
     device: str = "auto"  # auto | cpu | cuda
     listen: str = "127.0.0.1:50051"  # HOST:PORT or unix:PATH; port 0 takes any free one
+    admin_listen: str = ""  # the same for AdminService; "" is off
     speculation: tuple[SpeculationMethod, ...] = (
         SpeculationMethod.NGRAM,
     )  # loaded methods; the first is the default
@@ -29,6 +39,10 @@ class ServerConfig:
     draft_model: str = (
         ""  # directory, GGUF file, hub id, or "layers:N" for the target cut to its first N layers
     )
+    # Weights of drafting heads. A loaded method without an entry takes the head that ships for the embedded model.
+    heads: tuple[tuple[SpeculationMethod, str], ...] = ()
+    draft_shape: str = "chain"  # chain | tree: shape of the drafts of heads
+    max_draft_depth: int = 4  # draft tokens from the root of a head's draft to its deepest node, at most
     page_size: int = 16
     num_pages: int = 0  # 0: from the memory that is free
     max_running_requests: int = 64
@@ -45,7 +59,7 @@ class ServerConfig:
 
 
 def load_config(path: Path) -> ServerConfig:
-    """Reads a TOML file whose keys are ServerConfig's fields (speculation: a list of labels).
+    """Reads a TOML file whose keys are ServerConfig's fields (speculation: a list of labels; heads: a table).
 
     Raises StartupError naming the file and the field for anything unknown or of the wrong type.
     """
@@ -60,6 +74,8 @@ def load_config(path: Path) -> ServerConfig:
         raise StartupError(f"--config {path}: unknown field {unknown[0]!r}")
     if "speculation" in raw:
         raw["speculation"] = parse_speculation(raw["speculation"])
+    if "heads" in raw:
+        raw["heads"] = parse_heads(raw["heads"])
     try:
         return msgspec.convert(raw, ServerConfig)
     except msgspec.ValidationError as error:
@@ -82,10 +98,35 @@ def parse_speculation(value: str | list[str]) -> tuple[SpeculationMethod, ...]:
     return methods
 
 
+def parse_heads(
+    value: Sequence[str] | Mapping[str, object],
+) -> tuple[tuple[SpeculationMethod, str], ...]:
+    """`METHOD=PATH` entries, or a table METHOD -> PATH. Raises StartupError for a method that has no head."""
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    elif isinstance(value, list | tuple):
+        pairs = [(label, path) for label, _, path in (entry.partition("=") for entry in value)]
+    else:
+        raise StartupError(f"heads: {value!r} is no table of METHOD = PATH")
+    heads: dict[SpeculationMethod, str] = {}
+    for label, path in pairs:
+        choices = {method.label: method for method in HEAD_METHODS}
+        method = choices.get(label)
+        if method is None:
+            raise StartupError(f"heads: {label!r} is not one of {', '.join(choices)}")
+        if not isinstance(path, str) or not path:
+            raise StartupError(f"heads: {label} names no path (METHOD=PATH)")
+        if method in heads:
+            raise StartupError(f"heads: {label} is named twice")
+        heads[method] = path
+    return tuple(heads.items())
+
+
 def check(config: ServerConfig) -> ServerConfig:
     """Returns the config if every value is in range. Raises StartupError naming the field, value and limit."""
     minimum = {
         "num_draft_tokens": 1,
+        "max_draft_depth": 1,
         "page_size": 1,
         "num_pages": 0,
         "max_running_requests": 1,
@@ -98,12 +139,14 @@ def check(config: ServerConfig) -> ServerConfig:
         value = getattr(config, field)
         if value < limit:
             raise StartupError(f"{field}: {value} is below {limit}")
-    if config.num_draft_tokens > 64:
-        raise StartupError(f"num_draft_tokens: {config.num_draft_tokens} is above 64")
+    for field in ("num_draft_tokens", "max_draft_depth"):
+        if getattr(config, field) > MAX_DRAFT_TOKENS:
+            raise StartupError(f"{field}: {getattr(config, field)} is above {MAX_DRAFT_TOKENS}")
     choices = {
         "dtype": ("auto", "float32", "bfloat16", "int8"),
         "device": ("auto", "cpu", "cuda"),
         "draft_in": ("decode_only", "mixed"),
+        "draft_shape": ("chain", "tree"),
         "log_level": ("debug", "info", "warning", "error"),
     }
     for field, allowed in choices.items():
@@ -112,6 +155,11 @@ def check(config: ServerConfig) -> ServerConfig:
             raise StartupError(f"{field}: {value!r} is not one of {', '.join(allowed)}")
     if SpeculationMethod.DRAFT_MODEL in config.speculation and not config.draft_model:
         raise StartupError("speculation draft-model: --draft-model names no model")
+    for method, _ in config.heads:
+        if method not in config.speculation:
+            raise StartupError(f"heads: {method.label} is not among the methods of --speculation")
+    if config.speculation == (SpeculationMethod.PORTFOLIO,):
+        raise StartupError("speculation portfolio: names no other method that it could combine")
     if not 0 <= config.drain_grace_seconds < math.inf:
         raise StartupError(
             f"drain_grace_seconds: {config.drain_grace_seconds} is not a number of seconds from 0 on"

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from scheduler_svc.config import ServerConfig, check, load_config, parse_speculation
+from scheduler_svc.config import ServerConfig, check, load_config, parse_heads, parse_speculation
 from scheduler_svc.errors import StartupError
 
 
@@ -66,12 +66,33 @@ def _command(
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or int8.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT (port 0: any free one) or unix:PATH.")] = None,
+    admin_listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT or unix:PATH of AdminService; unset is off.")
+    ] = None,
     speculation: Annotated[
-        str | None, typer.Option(help="off, or a list of ngram, draft-model; the first is the default.")
+        str | None,
+        typer.Option(
+            help="off, or a list of ngram, draft-model, eagle, eagle3, mtp, medusa, portfolio (all others of the "
+            "list together); the first is the default."
+        ),
     ] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="Draft tokens per step, at most.")] = None,
     draft_model: Annotated[
         str | None, typer.Option(help="Directory, GGUF file, hub id, or layers:N of the target.")
+    ] = None,
+    head: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METHOD=PATH",
+            help="Weights of a drafting head (eagle, eagle3, mtp, medusa); repeatable. Unset: the head that ships "
+            "for the embedded model.",
+        ),
+    ] = None,
+    draft_shape: Annotated[
+        str | None, typer.Option(help="chain or tree: what drafting heads propose.")
+    ] = None,
+    max_draft_depth: Annotated[
+        int | None, typer.Option(help="Depth of a head's draft, in tokens, at most.")
     ] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens per KV page.")] = None,
     num_pages: Annotated[int | None, typer.Option(help="KV pages; 0 takes the memory that is free.")] = None,
@@ -109,6 +130,8 @@ def _command(
     given: dict[str, Any] = {name: value for name, value in locals().items() if value is not None}
     given.pop("config", None)
     given.pop("role")
+    if given.pop("head", None):
+        given["heads"] = parse_heads(head or ())
     if speculation is not None:
         given["speculation"] = parse_speculation(speculation)
     base = ServerConfig() if config is None else load_config(config)

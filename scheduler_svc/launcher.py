@@ -38,6 +38,8 @@ def _serve(config: ServerConfig, role: Role) -> int:
         )
     if role is not Role.SCHEDULER:
         ListenAddress.parse(config.listen).check_free()
+        if config.admin_listen:
+            ListenAddress.parse(config.admin_listen, "admin_listen").check_free()
         if config.metrics_listen:
             ListenAddress.parse_tcp(config.metrics_listen, "metrics_listen").check_free()
     with runtime_dir(config.runtime_dir, role) as directory:

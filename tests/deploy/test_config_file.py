@@ -24,4 +24,4 @@ def test_every_setting_is_in_the_example(tmp_path: Path):
     named = set(re.findall(r"^([a-z_]+) = ", text, flags=re.MULTILINE))
     fields = {field.name for field in dataclasses.fields(ServerConfig)}
     assert named == fields - {"runtime_dir"}, "units and containers set runtime_dir by flag"
-    assert dataclasses.replace(config, metrics_listen="") == ServerConfig()
+    assert dataclasses.replace(config, metrics_listen="", admin_listen="") == ServerConfig()

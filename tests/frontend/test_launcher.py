@@ -39,19 +39,33 @@ def test_without_arguments() -> None:
 def test_every_field_is_a_flag() -> None:
     flags = {
         "model": "m", "model_name": "n", "dtype": "int8", "device": "cpu", "listen": "0.0.0.0:1",
-        "speculation": "draft-model,ngram", "num_draft_tokens": 3, "draft_model": "layers:2", "page_size": 8,
+        "speculation": "draft-model,ngram,mtp,eagle3", "num_draft_tokens": 3, "draft_model": "layers:2", "page_size": 8,
         "num_pages": 9, "max_running_requests": 10, "max_queued_requests": 11, "max_batched_tokens": 12,
         "max_context_tokens": 13, "draft_in": "decode_only", "num_threads": 1, "drain_grace_seconds": 2.5,
         "runtime_dir": "/run/x", "metrics_listen": "127.0.0.1:2", "log_level": "debug",
+        "admin_listen": "unix:/run/x/admin", "draft_shape": "tree", "max_draft_depth": 6,
     }  # fmt: skip
-    assert {*flags, "prefix_cache"} == set(ServerConfig.__dataclass_fields__)
-    arguments = ["--no-prefix-cache"]
+    assert {*flags, "prefix_cache", "heads"} == set(ServerConfig.__dataclass_fields__)
+    arguments = ["--no-prefix-cache", "--head", "mtp=/heads/mtp", "--head", "eagle3=a=b"]
     for name, value in flags.items():
         arguments += [f"--{name.replace('_', '-')}", str(value)]
     launch = parse(arguments)
     assert launch is not None
-    methods = (SpeculationMethod.DRAFT_MODEL, SpeculationMethod.NGRAM)
-    assert launch.config == ServerConfig(**{**flags, "speculation": methods, "prefix_cache": False})
+    eagle3, mtp = SpeculationMethod.EAGLE3, SpeculationMethod.MTP
+    methods = (SpeculationMethod.DRAFT_MODEL, SpeculationMethod.NGRAM, mtp, eagle3)
+    heads = ((mtp, "/heads/mtp"), (eagle3, "a=b"))
+    changes = {"speculation": methods, "prefix_cache": False, "heads": heads}
+    assert launch.config == ServerConfig(**{**flags, **changes})
+
+
+def test_heads_are_a_table_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.toml", 'speculation = ["eagle3", "ngram"]\n[heads]\neagle3 = "/heads/e3"\n')
+    launch = parse(["--config", path])
+    assert launch is not None
+    assert launch.config.heads == ((SpeculationMethod.EAGLE3, "/heads/e3"),)
+    launch = parse(["--config", path, "--head", "eagle3=other"])
+    assert launch is not None
+    assert launch.config.heads == ((SpeculationMethod.EAGLE3, "other"),)
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
@@ -77,6 +91,18 @@ def test_speculation_off() -> None:
     ("arguments", "message"),
     [
         (["--dtype", "float16"], "dtype: 'float16' is not one of auto, float32, bfloat16, int8"),
+        (["--draft-shape", "bush"], "draft_shape: 'bush' is not one of chain, tree"),
+        (["--max-draft-depth", "0"], "max_draft_depth: 0 is below 1"),
+        (["--max-draft-depth", "65"], "max_draft_depth: 65 is above 64"),
+        (["--head", "mtp=x"], "heads: mtp is not among the methods of --speculation"),
+        (["--head", "ngram=x"], "heads: 'ngram' is not one of eagle, mtp, medusa, eagle3"),
+        (["--head", "mtp"], "heads: mtp names no path"),
+        (["--head", "mtp=a", "--head", "mtp=b"], "heads: mtp is named twice"),
+        (["--speculation", "portfolio"], "speculation portfolio: names no other method"),
+        (
+            ["--listen", "127.0.0.1:0", "--admin-listen", "x"],
+            "admin_listen: 'x' is neither HOST:PORT nor unix:",
+        ),
         (["--device", "tpu"], "device: 'tpu' is not one of auto, cpu, cuda"),
         (["--page-size", "0"], "page_size: 0 is below 1"),
         (["--page-size", "many"], "Invalid value for '--page-size': "),
@@ -115,6 +141,9 @@ def test_one_line_and_exit_code_2(
         ('page_size = "big"\n', "Expected `int`, got `str` - at `$.page_size`"),
         ("page_size = \n", "not valid TOML"),
         ("page_size = -1\n", "page_size: -1 is below 1"),
+        ("heads = 3\n", "heads: 3 is no table of METHOD = PATH"),
+        ("[heads]\neagle = 3\n", "heads: eagle names no path"),
+        ('[heads]\ndraft-model = "x"\n', "heads: 'draft-model' is not one of"),
     ],
 )
 def test_bad_files_name_the_field(
@@ -131,7 +160,7 @@ def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--num-draft" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flag", ["--listen", "--metrics-listen"])
+@pytest.mark.parametrize("flag", ["--listen", "--metrics-listen", "--admin-listen"])
 def test_a_port_in_use(capfd: pytest.CaptureFixture[str], flag: str) -> None:
     before = set(Path(tempfile.gettempdir()).glob("draftline-*"))
     with socket.create_server(("127.0.0.1", 0)) as server:
