@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpu_worker.forward_batch import AttentionMetadata, ForwardBatch
@@ -35,48 +36,41 @@ class SequenceRows:
 def build_forward_batch(table: RequestTable, rows: Sequence[SequenceRows]) -> ForwardBatch:
     """The inputs of one forward pass over `rows`, request by request in the given order."""
     counts = np.array([row.num_rows for row in rows], dtype=np.int64)
-    qo_indptr = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum(counts, out=qo_indptr[1:])
-    total = int(qo_indptr[-1])
-    slots = np.repeat(np.array([row.slot for row in rows], dtype=np.int64), counts)
     starts = np.array([row.first for row in rows], dtype=np.int64)
+    request_slots = np.array([row.slot for row in rows], dtype=np.int64)
+    qo_indptr = _indptr(counts)
     # where each row's KV goes, counted in tokens of its sequence: contiguous from `first` on
-    indices = np.arange(total, dtype=np.int64) + np.repeat(starts - qo_indptr[:-1], counts)
-    kv_lens = (starts + counts).astype(np.int32)
-    positions = indices
-    extra_rows: list[int] = []
-    extra_ids: list[int] = []
+    slots = np.repeat(request_slots, counts)
+    indices = np.arange(qo_indptr[-1], dtype=np.int64) + np.repeat(starts - qo_indptr[:-1], counts)
+    positions, input_ids = indices, table.tokens[slots, indices]
     if any(row.extra_ids for row in rows):
         positions = indices.copy()
-        for b, row in enumerate(rows):
-            if row.extra_ids:
-                begin, end = int(qo_indptr[b]) + row.num_known, int(qo_indptr[b + 1])
-                positions[begin:end] = row.extra_positions
-                extra_rows += range(begin, end)
-                extra_ids += row.extra_ids
+        for row, end in zip(rows, qo_indptr[1:].tolist(), strict=True):
+            begin = end - len(row.extra_ids)
+            positions[begin:end] = row.extra_positions
+            input_ids[begin:end] = row.extra_ids
+    kv_lens = starts + counts
+    num_pages = -(-kv_lens // table.page_size)
+    pages = table.pages[request_slots, : num_pages.max(initial=0)]  # [B, most pages]
+    listed = np.arange(pages.shape[1]) < num_pages[:, None]
     device = table.device
-    slots_t = torch.from_numpy(slots).to(device)
-    indices_t = torch.from_numpy(indices).to(device)
-    input_ids = table.device_tokens[slots_t, indices_t]
-    if extra_rows:
-        input_ids[torch.tensor(extra_rows, device=device)] = torch.tensor(extra_ids, device=device)
-    page_size = table.page_size
-    num_pages = -(-kv_lens // page_size)
-    page_indptr = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum(num_pages, out=page_indptr[1:])
-    page_indices = np.concatenate(
-        [table.pages[row.slot, :n] for row, n in zip(rows, num_pages, strict=True)]
-    ).astype(np.int32)
     return ForwardBatch(
-        input_ids=input_ids,
+        input_ids=torch.from_numpy(input_ids).to(device),
         positions=torch.from_numpy(positions).to(device),
-        out_slots=table.kv_slots(slots_t, indices_t),
+        out_slots=torch.from_numpy(table.kv_slots(slots, indices)).to(device),
         attention=AttentionMetadata(
-            page_size=page_size,
+            page_size=table.page_size,
             qo_indptr=qo_indptr,
-            kv_lens=kv_lens,
-            page_indptr=page_indptr,
-            page_indices=page_indices,
+            kv_lens=kv_lens.astype(np.int32),
+            page_indptr=_indptr(num_pages),
+            page_indices=pages[listed].astype(np.int32),
             tree_masks=tuple(row.tree_mask for row in rows),
         ),
     )
+
+
+def _indptr(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """[n + 1] where each of n runs begins, and where the last ends."""
+    indptr = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    return indptr

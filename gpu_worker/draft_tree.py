@@ -34,6 +34,11 @@ class DraftTree:
     def num_nodes(self) -> int:
         return int(self.indptr[-1])
 
+    @property
+    def has_drafts(self) -> bool:
+        """False when there are only roots."""
+        return self.num_nodes > self.num_requests
+
     def ancestors(self) -> torch.Tensor:
         """[N, N] bool: row i is True at i and at every ancestor of node i (same request only)."""
         n = self.num_nodes
@@ -70,6 +75,17 @@ def chain_tree(roots: list[int], drafts: list[list[int]], device: torch.device |
         tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
         parents=torch.tensor(parents, dtype=torch.int64, device=device),
         depths=torch.tensor(depths, dtype=torch.int64, device=device),
+    )
+
+
+def root_tree(roots: npt.NDArray[np.int64], device: torch.device | str = "cpu") -> DraftTree:
+    """R requests without drafts: roots [R] are their last known tokens."""
+    n = len(roots)
+    return DraftTree(
+        indptr=np.arange(n + 1, dtype=np.int32),
+        tokens=torch.from_numpy(roots).to(device),
+        parents=torch.from_numpy(np.arange(n)).to(device),
+        depths=torch.from_numpy(np.zeros(n, dtype=np.int64)).to(device),
     )
 
 

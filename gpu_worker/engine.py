@@ -120,6 +120,9 @@ def _kernel_threads(config: WorkerConfig, device: torch.device) -> ThreadTeam | 
             detail="built without a C++ compiler: torch serves, a decode step takes about three times as long",
         )
         return None
+    # What torch still does beside the kernels is small. Its threads would spin after each operation that they shared,
+    # on the cores that the kernels' threads need next.
+    torch.set_num_threads(1)
     return ThreadTeam(kernels, config.num_threads or len(os.sched_getaffinity(0)))
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.batching import SequenceRows, build_forward_batch
-from gpu_worker.draft_tree import DraftTree, chain_tree, merge_trees
+from gpu_worker.draft_tree import DraftTree, merge_trees, root_tree
 from gpu_worker.drafting.base import Drafter, DraftRequest, TargetProgress
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.base import CausalLM
-from gpu_worker.request_state import RequestTable
+from gpu_worker.request_state import Int64Array, RequestTable
 from gpu_worker.sampling.sampler import Sampler, Verification
 from shared_mem.enums import SpeculationMethod
 from shared_mem.records import FOLLOWS, Logprobs, RowPlan, RowResult, StepPlan, StepResult
@@ -28,7 +28,9 @@ class _Step:
     """The rows of one plan laid out for the target's forward pass."""
 
     rows: tuple[RowPlan, ...]
+    starts: list[int]  # num_computed of each row, counted here where the plan says FOLLOWS
     sampling: list[int]  # indices of rows that draw a token; request r of `tree` is rows[sampling[r]]
+    slots: Int64Array  # [R] slots of the sampling rows
     tree: DraftTree  # one request per sampling row
 
 
@@ -62,12 +64,12 @@ class ModelRunner:
         if not plan.rows:
             publish(StepResult(plan.step_id, ()))
             return
-        step = self._draft(self._located(plan))
+        step = self._draft(plan.rows)
         verification, prompt_logprobs = self._verify(step)
         results, progress = self._commit(step, verification, prompt_logprobs)
         duration_us = int((time.perf_counter() - started) * 1e6)
         publish(StepResult(plan.step_id, tuple(results), duration_us))
-        self._catch_up(step, progress)
+        self._catch_up(progress)
 
     def _apply(self, plan: StepPlan) -> None:
         for release in plan.releases:
@@ -85,46 +87,45 @@ class ModelRunner:
         for update in plan.page_updates:
             self._table.set_pages(update)
 
-    def _located(self, plan: StepPlan) -> StepPlan:
-        """The plan with the num_computed of rows that were planned before anybody could know it."""
-        assert all(self._table.epochs[row.slot] == row.epoch for row in plan.rows), (
+    def _starts(self, rows: tuple[RowPlan, ...]) -> list[int]:
+        """num_computed of each row, also of those that were planned before anybody could know it."""
+        slots = [row.slot for row in rows]
+        assert self._table.epochs[slots].tolist() == [row.epoch for row in rows], (
             "rows are of admitted sequences"
         )
-        rows = tuple(
-            replace(row, num_computed=int(self._table.num_tokens[row.slot]) - 1)
-            if row.num_computed == FOLLOWS
-            else row
-            for row in plan.rows
-        )
-        return replace(plan, rows=rows)
+        num_known = self._table.num_tokens[slots].tolist()
+        return [
+            known - 1 if row.num_computed == FOLLOWS else row.num_computed
+            for row, known in zip(rows, num_known, strict=True)
+        ]
 
-    def _draft(self, plan: StepPlan) -> _Step:
+    def _draft(self, rows: tuple[RowPlan, ...]) -> _Step:
         """Asks each row's drafter for a tree; rows that do not draft are trees of one node."""
-        sampling = [i for i, row in enumerate(plan.rows) if row.samples]
+        sampling = [i for i, row in enumerate(rows) if row.samples]
+        slots = np.array([rows[i].slot for i in sampling], dtype=np.int64)
         by_method: dict[SpeculationMethod, list[int]] = {}
         for r, i in enumerate(sampling):
-            row = plan.rows[i]
-            drafts = row.num_draft_tokens > 0 and row.method in self._drafters
-            by_method.setdefault(row.method if drafts else SpeculationMethod.DISABLED, []).append(r)
+            drafts = rows[i].num_draft_tokens > 0 and rows[i].method in self._drafters
+            by_method.setdefault(rows[i].method if drafts else SpeculationMethod.DISABLED, []).append(r)
         trees: list[DraftTree] = []
         order: list[tuple[int, int]] = [(0, 0)] * len(sampling)
         for method, members in by_method.items():
-            rows = [plan.rows[sampling[r]] for r in members]
             if method is SpeculationMethod.DISABLED:
-                roots = [int(self._table.known(row.slot)[-1]) for row in rows]
-                tree = chain_tree(roots, [[] for _ in rows], self._table.device)
+                tree = root_tree(self._table.last_tokens(slots[members]), self._table.device)
             else:
-                tree = self._drafters[method].propose(
-                    [DraftRequest(r.slot, r.num_draft_tokens) for r in rows]
-                )
+                requests = [
+                    DraftRequest(row.slot, row.num_draft_tokens)
+                    for row in (rows[sampling[r]] for r in members)
+                ]
+                tree = self._drafters[method].propose(requests)
             for position, r in enumerate(members):
                 order[r] = (len(trees), position)
             trees.append(tree)
         if not trees:
-            tree = chain_tree([], [], self._table.device)
+            tree = root_tree(slots, self._table.device)  # nobody samples
         else:
             tree = trees[0] if len(trees) == 1 else merge_trees(trees, order)
-        return _Step(plan.rows, sampling, tree)
+        return _Step(rows, self._starts(rows), sampling, slots, tree)
 
     def _verify(self, step: _Step) -> tuple[Verification | None, dict[int, Logprobs]]:
         """The target's pass over all rows; acceptance of the sampling rows; log-probabilities of prompt rows."""
@@ -135,98 +136,105 @@ class ModelRunner:
         prompt_logprobs = {
             i: logprobs
             for i, row in enumerate(step.rows)
-            if (logprobs := self._prompt_logprobs(row, hidden, int(ends[i]) - sequences[i].num_rows))
+            if (row.num_query > 1 or not row.samples)  # a prompt's tokens follow
+            and (logprobs := self._prompt_logprobs(row, step.starts[i], hidden, int(ends[i]) - row.num_query))
             is not None
         }
         if not step.sampling:
             return None, prompt_logprobs
-        nodes = np.diff(step.tree.indptr)
-        wanted = np.concatenate(
-            [np.arange(ends[i] - n, ends[i]) for i, n in zip(step.sampling, nodes.tolist(), strict=True)]
-        )
-        hidden = hidden[torch.from_numpy(wanted).to(hidden.device)]  # [N, h]
-        slots = [step.rows[i].slot for i in step.sampling]
-        if not self._sampler.needs_logits(slots):
+        tree = step.tree
+        if tree.num_nodes < batch.num_rows:
+            nodes = np.diff(tree.indptr)
+            shifts = ends[step.sampling] - tree.indptr[1:]  # a request's nodes are its last rows
+            wanted = np.arange(tree.num_nodes) + np.repeat(shifts, nodes)
+            hidden = hidden.index_select(0, torch.from_numpy(wanted).to(hidden.device))  # [N, h]
+        if not self._sampler.needs_logits(step.slots):
             best = self._target.compute_argmax(hidden)
-            return self._sampler.verify_greedy(step.tree, best), prompt_logprobs
+            return self._sampler.verify_greedy(tree, best), prompt_logprobs
         logits = self._target.compute_logits(hidden)  # [N, V]
-        lengths = [int(self._table.num_tokens[slot]) for slot in slots]
-        return self._sampler.verify(step.tree, logits, slots, lengths), prompt_logprobs
+        lengths = self._table.num_tokens[step.slots]
+        return self._sampler.verify(tree, logits, step.slots, lengths), prompt_logprobs
 
     def _layout(self, step: _Step) -> list[SequenceRows]:
-        tree = step.tree
-        request_of = {i: r for r, i in enumerate(step.sampling)}
-        branching = tree.num_nodes > tree.num_requests and not tree.is_chain()
-        ancestors = tree.ancestors() if branching else None
-        tokens, depths = tree.tokens.tolist(), tree.depths.tolist()
-        sequences = []
-        for i, row in enumerate(step.rows):
-            r = request_of.get(i)
-            start, stop = (int(tree.indptr[r]), int(tree.indptr[r + 1])) if r is not None else (0, 1)
-            if stop - start == 1:
-                sequences.append(SequenceRows(row.slot, row.num_computed, row.num_query))
+        tree, rows, starts = step.tree, step.rows, step.starts
+        sequences = [
+            SequenceRows(row.slot, start, row.num_query) for row, start in zip(rows, starts, strict=True)
+        ]
+        if not tree.has_drafts:
+            return sequences
+        ancestors = None if tree.is_chain() else tree.ancestors()
+        tokens, depths, indptr = tree.tokens.tolist(), tree.depths.tolist(), tree.indptr.tolist()
+        for r, i in enumerate(step.sampling):
+            begin, end = indptr[r], indptr[r + 1]
+            if end - begin == 1:
                 continue
-            assert row.num_query == 1, "only decode rows draft"
-            root = row.num_computed  # index and rotary position of the root token
-            mask = None if ancestors is None else ancestors[start:stop, start:stop]
-            sequences.append(
-                SequenceRows(
-                    row.slot,
-                    row.num_computed,
-                    1,
-                    tuple(tokens[start + 1 : stop]),
-                    tuple(root + depth for depth in depths[start + 1 : stop]),
-                    mask,
-                )
+            assert rows[i].num_query == 1, "only decode rows draft"
+            sequences[i] = SequenceRows(
+                rows[i].slot,
+                starts[i],
+                1,
+                tuple(tokens[begin + 1 : end]),
+                tuple(starts[i] + depth for depth in depths[begin + 1 : end]),
+                None if ancestors is None else ancestors[begin:end, begin:end],
             )
         return sequences
 
-    def _prompt_logprobs(self, row: RowPlan, hidden: torch.Tensor, first_row: int) -> Logprobs | None:
+    def _prompt_logprobs(
+        self, row: RowPlan, start: int, hidden: torch.Tensor, first_row: int
+    ) -> Logprobs | None:
         """Log-probabilities of the prompt tokens that follow this row's tokens; None if not asked for."""
         count = self._table.sampling[row.slot].num_prompt_logprobs
-        following = int(self._table.num_prompt_tokens[row.slot]) - 1 - row.num_computed
+        following = int(self._table.num_prompt_tokens[row.slot]) - 1 - start
         m = min(row.num_query, following)
         if count < 0 or m <= 0:
             return None
         logits = self._target.compute_logits(hidden[first_row : first_row + m])
-        token_ids = self._table.tokens[row.slot, row.num_computed + 1 : row.num_computed + 1 + m]
+        token_ids = self._table.tokens[row.slot, start + 1 : start + 1 + m]
         return self._sampler.prompt_logprobs(logits, torch.from_numpy(token_ids).to(logits.device), count)
 
     def _commit(
         self, step: _Step, verification: Verification | None, prompt_logprobs: dict[int, Logprobs]
-    ) -> tuple[list[RowResult], list[TargetProgress]]:
-        """Takes over what was accepted: KV to contiguous slots, tokens, penalties; one RowResult per row."""
-        request_of = {i: r for r, i in enumerate(step.sampling)}
-        depths = step.tree.depths.tolist()
+    ) -> tuple[list[RowResult], list[tuple[RowPlan, TargetProgress]]]:
+        """Takes over what was accepted: KV to contiguous slots, tokens, penalties; one RowResult per row.
+
+        Also what each row came to for the drafter that follows it.
+        """
+        emitted: list[list[int]] = []
+        accepted: list[int] = []
+        logprobs: list[Logprobs | None] = []
         if verification is not None:
-            self._move_accepted(step, verification)
+            emitted, accepted = verification.token_ids, verification.num_accepted
+            logprobs = verification.logprobs
+            if step.tree.has_drafts:
+                self._move_accepted(step, verification)
+            self._table.append_each(step.slots, emitted)
+            self._sampler.commit(step.slots, emitted)
+        indptr = step.tree.indptr.tolist()
+        depths = step.tree.depths.tolist() if step.tree.has_drafts else []
+        request_of = {i: r for r, i in enumerate(step.sampling)}
         results: list[RowResult] = []
-        progress: list[TargetProgress] = []
-        for i, row in enumerate(step.rows):
+        progress: list[tuple[RowPlan, TargetProgress]] = []
+        for i, (row, start) in enumerate(zip(step.rows, step.starts, strict=True)):
             r = request_of.get(i)
-            emitted: list[int] = []
-            num_nodes, depth, accepted = 1, 0, 0
-            if r is not None and verification is not None:
-                start, stop = int(step.tree.indptr[r]), int(step.tree.indptr[r + 1])
-                num_nodes, depth = stop - start, max(depths[start:stop])
-                emitted, accepted = verification.token_ids[r], verification.num_accepted[r]
-                self._table.append(row.slot, emitted)
-                self._sampler.commit(row.slot, emitted)
-            known = row.num_computed + row.num_query + len(emitted)
-            done = TargetProgress(row.slot, known, accepted)
-            drafter = self._drafters.get(row.method)
-            progress.append(done)
+            token_ids = [] if r is None else emitted[r]
+            num_accepted = 0 if r is None else accepted[r]
+            num_drafts = 0 if r is None else indptr[r + 1] - indptr[r] - 1
+            num_draft_computed = 0
+            if (drafter := self._drafters.get(row.method)) is not None:
+                done = TargetProgress(row.slot, start + row.num_query + len(token_ids), num_accepted)
+                progress.append((row, done))
+                num_draft_computed = drafter.num_computed_after(done)
             results.append(
                 RowResult(
                     slot=row.slot,
                     epoch=row.epoch,
-                    token_ids=np.array(emitted, dtype=np.int32),
-                    method=row.method if num_nodes > 1 else SpeculationMethod.DISABLED,
-                    num_draft_tokens=num_nodes - 1,
-                    draft_depth=depth,
-                    num_accepted_tokens=accepted,
-                    num_draft_computed=0 if drafter is None else drafter.num_computed_after(done),
-                    logprobs=None if r is None or verification is None else verification.logprobs[r],
+                    token_ids=np.array(token_ids, dtype=np.int32),
+                    method=row.method if num_drafts else SpeculationMethod.DISABLED,
+                    num_draft_tokens=num_drafts,
+                    draft_depth=max(depths[indptr[r] : indptr[r + 1]]) if num_drafts else 0,
+                    num_accepted_tokens=num_accepted,
+                    num_draft_computed=num_draft_computed,
+                    logprobs=None if r is None else logprobs[r],
                     prompt_logprobs=prompt_logprobs.get(i),
                 )
             )
@@ -234,28 +242,24 @@ class ModelRunner:
 
     def _move_accepted(self, step: _Step, verification: Verification) -> None:
         """Brings the accepted path of each tree to the slots right behind the root (a chain is there already)."""
-        sources: list[torch.Tensor] = []
-        targets: list[torch.Tensor] = []
+        sources: list[Int64Array] = []
+        targets: list[Int64Array] = []
         for r, i in enumerate(step.sampling):
-            row = step.rows[i]
-            start = int(step.tree.indptr[r])
-            offsets = [node - start for node in verification.path_nodes[r][1:]]
+            row, first = step.rows[i], int(step.tree.indptr[r])
+            offsets = [node - first for node in verification.path_nodes[r][1:]]
             if offsets == list(range(1, len(offsets) + 1)):
                 continue
-            device = self._table.device
-            root = row.num_computed + row.num_query - 1
-            sources.append(self._table.kv_slots(row.slot, torch.tensor(offsets, device=device) + root))
-            targets.append(
-                self._table.kv_slots(row.slot, torch.arange(1, len(offsets) + 1, device=device) + root)
-            )
+            root = step.starts[i] + row.num_query - 1
+            sources.append(self._table.kv_slots(row.slot, np.array(offsets) + root))
+            targets.append(self._table.kv_slots(row.slot, np.arange(1, len(offsets) + 1) + root))
         if sources:
-            self._pool.move(torch.cat(sources), torch.cat(targets))
+            device = self._table.device
+            source, target = np.concatenate(sources), np.concatenate(targets)
+            self._pool.move(torch.from_numpy(source).to(device), torch.from_numpy(target).to(device))
 
-    def _catch_up(self, step: _Step, progress: list[TargetProgress]) -> None:
+    def _catch_up(self, progress: list[tuple[RowPlan, TargetProgress]]) -> None:
         for method, drafter in self._drafters.items():
-            rows = [
-                (row, done) for row, done in zip(step.rows, progress, strict=True) if row.method is method
-            ]
+            rows = [(row, done) for row, done in progress if row.method is method]
             prefilled = [done for row, done in rows if row.num_query > 1 or not row.samples]
             verified = [done for row, done in rows if row.num_query == 1 and row.samples]
             if prefilled:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from shared_mem.enums import AcceptanceRule, SpeculationMethod
 from shared_mem.layout import Int32Array
 
@@ -81,15 +83,14 @@ class PageUpdate:
     page_ids: Int32Array  # [k]
 
 
-@dataclass(frozen=True)
-class RowPlan:
+class RowPlan(msgspec.Struct, frozen=True):
     """What one sequence does in this step.
 
     Target rows are the sequence's tokens num_computed .. num_computed + num_query - 1. `samples` says that
     the last of them is the sequence's last known token, so that the next token is drawn behind it. A
-    decoding row has num_query 1 and may carry up to num_draft_tokens draft tokens of `method`, which may be
-    another of the admission's methods in each row; the worker may propose fewer. Pages cover num_computed +
-    num_query + num_draft_tokens + 1 tokens, at most those of the context limit.
+    decoding row has num_query 1 and may carry up to num_draft_tokens draft tokens of `method`, one of the
+    admission's methods, from row to row another if need be; the worker may propose fewer. Pages cover
+    num_computed + num_query + num_draft_tokens + 1 tokens, at most those of the context limit.
 
     Where the sequence has a sampling row in a step without a result yet, num_computed is FOLLOWS: the worker
     puts its own count there, known tokens - 1. Pages and draft tokens then fit even if it accepted every draft.

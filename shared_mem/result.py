@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from shared_mem.enums import SpeculationMethod
 from shared_mem.layout import Float32Array, Int32Array
 
@@ -16,8 +18,7 @@ class Logprobs:
     values: Float32Array  # [m, 1 + num_logprobs]
 
 
-@dataclass(frozen=True)
-class RowResult:
+class RowResult(msgspec.Struct, frozen=True):
     """What one row of the plan came to.
 
     token_ids holds the accepted draft tokens and then the one that the target drew itself (empty for a

@@ -49,25 +49,29 @@ _ROW_RESULT = np.dtype(
 
 def encode_result(result: StepResult) -> bytes:
     """The result as header + records + one int32 pool + one float32 pool."""
-    rows = np.zeros(len(result.rows), dtype=_ROW_RESULT)
+    records = [
+        (
+            row.slot,
+            row.epoch,
+            len(row.token_ids),
+            row.num_draft_tokens,
+            row.draft_depth,
+            row.num_accepted_tokens,
+            row.num_draft_computed,
+            *_shape(row.logprobs),
+            *_shape(row.prompt_logprobs),
+            row.method,
+            b"",
+        )
+        for row in result.rows
+    ]
+    rows = np.array(records, dtype=_ROW_RESULT)
     ints: list[Int32Array] = []
     floats: list[Float32Array] = []
-    for i, row in enumerate(result.rows):
-        record = rows[i]
-        record["slot"] = row.slot
-        record["epoch"] = row.epoch
-        record["num_tokens"] = len(row.token_ids)
-        record["num_draft_tokens"] = row.num_draft_tokens
-        record["draft_depth"] = row.draft_depth
-        record["num_accepted_tokens"] = row.num_accepted_tokens
-        record["num_draft_computed"] = row.num_draft_computed
-        record["method"] = row.method
-        ints.append(np.asarray(row.token_ids, dtype=np.int32))
-        for prefix, logprobs in (("", row.logprobs), ("prompt_", row.prompt_logprobs)):
+    for row in result.rows:
+        ints.append(row.token_ids)
+        for logprobs in (row.logprobs, row.prompt_logprobs):
             if logprobs is not None:
-                num_rows, num_columns = logprobs.token_ids.shape
-                record[f"num_{prefix}logprob_rows"] = num_rows
-                record[f"num_{prefix}logprob_columns"] = num_columns
                 ints.append(logprobs.token_ids.astype(np.int32).ravel())
                 floats.append(logprobs.values.astype(np.float32).ravel())
     int_pool = concatenate_ints(ints)
@@ -86,33 +90,38 @@ def decode_result(data: bytes | memoryview) -> StepResult:
     rows = reader.take(_ROW_RESULT, header["num_rows"])
     reader.take_pools(header["num_ints"], header["num_floats"])
     decoded = []
-    for record in rows:
-        token_ids = reader.ints(record["num_tokens"])
+    for record in rows.tolist():
+        slot, epoch, num_tokens, num_drafts, depth, num_accepted, num_draft_computed, *shapes, method, _ = (
+            record
+        )
         decoded.append(
             RowResult(
-                slot=int(record["slot"]),
-                epoch=int(record["epoch"]),
-                token_ids=token_ids,
-                method=enum_value(SpeculationMethod, record["method"]),
-                num_draft_tokens=int(record["num_draft_tokens"]),
-                draft_depth=int(record["draft_depth"]),
-                num_accepted_tokens=int(record["num_accepted_tokens"]),
-                num_draft_computed=int(record["num_draft_computed"]),
-                logprobs=_logprobs(reader, record["num_logprob_rows"], record["num_logprob_columns"]),
-                prompt_logprobs=_logprobs(
-                    reader, record["num_prompt_logprob_rows"], record["num_prompt_logprob_columns"]
-                ),
+                slot=slot,
+                epoch=epoch,
+                token_ids=reader.ints(num_tokens),
+                method=enum_value(SpeculationMethod, method),
+                num_draft_tokens=num_drafts,
+                draft_depth=depth,
+                num_accepted_tokens=num_accepted,
+                num_draft_computed=num_draft_computed,
+                logprobs=_logprobs(reader, *shapes[:2]),
+                prompt_logprobs=_logprobs(reader, *shapes[2:]),
             )
         )
     reader.finish()
     return StepResult(int(header["step_id"]), tuple(decoded), int(header["duration_us"]))
 
 
-def _logprobs(reader: RecordReader, num_rows: int, num_columns: int) -> Logprobs | None:
+def _shape(logprobs: Logprobs | None) -> tuple[int, int]:
+    """(columns, rows), in the order of the record's fields."""
+    return (0, 0) if logprobs is None else (logprobs.token_ids.shape[1], logprobs.token_ids.shape[0])
+
+
+def _logprobs(reader: RecordReader, num_columns: int, num_rows: int) -> Logprobs | None:
     if num_columns == 0:
         return None
     if num_rows < 0 or num_columns < 0:
         raise LayoutError(f"log-probabilities of {num_rows} rows and {num_columns} columns")
-    shape = (int(num_rows), int(num_columns))
-    size = shape[0] * shape[1]
+    shape = (num_rows, num_columns)
+    size = num_rows * num_columns
     return Logprobs(reader.ints(size).reshape(shape), reader.floats(size).reshape(shape))

@@ -30,6 +30,8 @@ from gpu_worker.sampling.tree_walk import HostTree
 from shared_mem.enums import AcceptanceRule
 from shared_mem.records import Logprobs, SamplingRecord
 
+Integers = Sequence[int] | Int64Array
+
 _GREEDY = 0  # beside the values of AcceptanceRule
 
 
@@ -77,27 +79,32 @@ class Sampler:
         """Forgets the slot's sequence; releasing a free slot does nothing."""
         self._states.release(slot)
 
-    def commit(self, slot: int, token_ids: Sequence[int]) -> None:
-        """The step emitted token_ids (accepted drafts, the target's own token): each counts once."""
-        self._states.commit(slot, token_ids)
+    def commit(self, slots: Integers, token_ids: Sequence[Sequence[int]]) -> None:
+        """The step emitted token_ids[r] (accepted drafts, the target's own token) in slots[r]: each counts once."""
+        if self._states.penalties:
+            for slot, tokens in zip(slots, token_ids, strict=True):
+                self._states.commit(int(slot), tokens)
 
-    def needs_logits(self, slots: list[int]) -> bool:
+    def needs_logits(self, slots: Integers) -> bool:
         """Whether verifying these slots takes more than the best id of every node.
 
         Greedy sequences without penalties, bias, bans or log-probabilities need only that: `verify_greedy`.
         """
-        parameters = self._states.parameters[slots]
-        plain = parameters["greedy"] & ~parameters["adjusts"] & (parameters["num_logprobs"] < 0)
-        return not bool(plain.all())
+        return not self._states.needs_logits.isdisjoint(np.asarray(slots).tolist())
 
     def verify_greedy(self, tree: DraftTree, best: torch.Tensor) -> Verification:
         """`verify` for slots that do not need logits: best [N] int64 is the target's best id at every node."""
+        if not tree.has_drafts:  # nothing to walk: one token follows each root
+            n = tree.num_requests
+            return Verification(
+                [0] * n, [[root] for root in range(n)], [[token] for token in best.tolist()], [None] * n
+            )
         host = HostTree.of(tree)
         decision = follow_drawn(host, np.arange(len(host.roots)), best.cpu().numpy())
         return _verification(host, decision.last_nodes, decision.tokens, [None] * len(host.roots))
 
     def verify(
-        self, tree: DraftTree, logits: torch.Tensor, slots: list[int], num_tokens: list[int]
+        self, tree: DraftTree, logits: torch.Tensor, slots: Integers, num_tokens: Integers
     ) -> Verification:
         """Judges the drafts of every request and draws the token behind the accepted ones.
 
@@ -166,6 +173,42 @@ class Sampler:
             else:
                 tokens[members] = self._best(logits, rows, kind)
         return tokens.tolist(), q
+
+    def propose_children(
+        self,
+        logits: torch.Tensor,
+        slots: list[int],
+        positions: list[int],
+        drafted: list[list[int]],
+        count: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `count` next tokens of M tree nodes that their rule is most likely to accept; arguments as in `propose`.
+
+        (ids [M, count] int64, log-probabilities [M, count]), best first; what cannot be drawn is -inf. Coupled slots
+        rank by log q + the target's own noise, so that the first child is what `propose` would give. Under all other
+        rules a tree's children are deterministic: the most probable ones.
+        """
+        logits = self._in_vocabulary(logits)
+        row_slots = np.array(slots, dtype=np.int64)
+        at = np.array(positions, dtype=np.int64)
+        ids = torch.zeros(len(slots), count, dtype=torch.int64, device=logits.device)
+        values = torch.full((len(slots), count), -torch.inf, device=logits.device)
+        for kind, members in self._by_kind(row_slots):
+            rows = Rows(members, row_slots[members], at[members], drafted.__getitem__)
+            adjusted = self._processor.adjusted(logits, rows)
+            keys = None
+            if kind.rule == _GREEDY:
+                law = Law(adjusted, None)
+            else:
+                law = self._processor.law(adjusted, rows.slots)
+                if kind.rule == AcceptanceRule.COUPLED:
+                    seeds = self._seeds(rows.slots, logits.device)
+                    keys = coupled_keys(seeds, to_tensor(rows.positions, logits.device))
+            best, log_probs = law.best(count, keys)
+            index = to_tensor(members, logits.device)
+            ids[index, : best.shape[1]] = best
+            values[index, : best.shape[1]] = log_probs
+        return ids, values
 
     def prompt_logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, num_alternatives: int

@@ -57,6 +57,8 @@ class SlotStates:
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.parameters = np.zeros(num_slots, dtype=_PARAMETERS)
+        # Slots of which more than the best id matters: drawn at random, adjusted or with log-probabilities.
+        self.needs_logits: set[int] = set()
         self.penalties: dict[int, Penalties] = {}
         self.bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # ids [b] int64, values [b] float32
         self.end_ids: dict[int, torch.Tensor] = {}  # [e] int64, only where min_tokens bans them
@@ -78,6 +80,7 @@ class SlotStates:
             or record.frequency_penalty != 0.0
         )
         bans_ends = record.min_tokens > 0 and len(record.end_ids) > 0
+        adjusts = penalised or bool(record.logit_bias) or bans_ends
         self.parameters[slot] = (
             np.uint64(record.seed).astype(np.int64),
             num_prompt,
@@ -93,8 +96,10 @@ class SlotStates:
             int(AcceptanceRule(record.acceptance_rule)),
             record.temperature <= 0,
             0 < record.top_k < self._vocab_size or record.top_p < 1 or record.min_p > 0,
-            penalised or bool(record.logit_bias) or bans_ends,
+            adjusts,
         )
+        if record.temperature > 0 or adjusts or record.num_logprobs >= 0:
+            self.needs_logits.add(slot)
         if penalised:
             tokens = torch.as_tensor(np.asarray(token_ids, dtype=np.int64), device=self._device)
             in_prompt = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
@@ -118,6 +123,7 @@ class SlotStates:
 
     def release(self, slot: int) -> None:
         """Forgets the slot's sequence; a slot that holds none is left as it is."""
+        self.needs_logits.discard(slot)
         self.penalties.pop(slot, None)
         self.bias.pop(slot, None)
         self.end_ids.pop(slot, None)

@@ -34,7 +34,7 @@ def _assert_draft_kv_is_fresh(engine: InProcessEngine, draft: CausalLM, slot: in
     tokens = engine.table.known(slot)[:computed].tolist()
     assert computed > 0
     assert engine.draft_pool is not None
-    slots = engine.table.kv_slots(slot, torch.arange(computed))
+    slots = torch.from_numpy(engine.table.kv_slots(slot, np.arange(computed)))
     for layer, fresh in enumerate(_fresh_draft_keys(draft, tokens)):
         torch.testing.assert_close(engine.draft_pool.keys[layer][slots], fresh, atol=1e-4, rtol=1e-4)
 

@@ -45,7 +45,7 @@ def speculate(record: SamplingRecord, num: int, drafts_of, seed: int = 0) -> tup
     while len(known) < len(PROMPT) + num:
         tree = drafts_of(known, len(accepted))
         verification = sampler.verify(tree, TABLE[tree.tokens], [1], [len(known)])
-        sampler.commit(1, verification.token_ids[0])
+        sampler.commit([1], verification.token_ids)
         known += verification.token_ids[0]
         accepted.append(verification.num_accepted[0])
     return known[len(PROMPT) :][:num], accepted
@@ -124,7 +124,7 @@ def test_resuming_counts_what_was_generated_before():
     for token in expected[9:]:
         verification = sampler.verify(chain_tree([known[-1]], [[]]), TABLE[[known[-1]]], [0], [len(known)])
         assert verification.token_ids == [[token]]
-        sampler.commit(0, [token])
+        sampler.commit([0], [[token]])
         known.append(token)
 
 

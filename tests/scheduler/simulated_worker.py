@@ -8,8 +8,9 @@ batched, drafted, preempted or shared, a request's text must be `model_text`.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from scheduler_svc.scheduler.limits import Limits
@@ -109,7 +110,7 @@ class SimulatedWorker:
             return row
         self.num_rows_ahead += 1
         assert (row.num_query, row.samples) == (1, True)
-        return replace(row, num_computed=len(self.slots[row.slot].tokens) - 1)
+        return msgspec.structs.replace(row, num_computed=len(self.slots[row.slot].tokens) - 1)
 
     def _admit(self, admission: Admission) -> None:
         assert 0 <= admission.slot < self._limits.max_running_requests
