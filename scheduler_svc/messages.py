@@ -88,6 +88,21 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_ids: tuple[str, ...]
 
 
+class SetSpeculation(msgspec.Struct, frozen=True, tag=True):
+    """Changes what is not None, for steps planned from now on. Answered by SpeculationInForce or CallRefused."""
+
+    call_id: int
+    method: SpeculationMethod | None = None
+    max_draft_tokens: int | None = None
+    disable_at_batch_size: int | None = None
+
+
+class FlushCache(msgspec.Struct, frozen=True, tag=True):
+    """Frees every cached page that no running sequence holds. Answered by CacheFlushed or CallRefused."""
+
+    call_id: int
+
+
 class LoadQuery(msgspec.Struct, frozen=True, tag=True):
     """Answered by LoadReply."""
 
@@ -213,6 +228,32 @@ class AbortReply(msgspec.Struct, frozen=True, tag=True):
     aborted_request_ids: tuple[str, ...]
 
 
+class CallRefused(msgspec.Struct, frozen=True, tag=True):
+    """A call that changes the service cannot be done; nothing has changed."""
+
+    call_id: int
+    reason: ErrorReason
+    message: str
+    field: str | None = None
+
+
+class SpeculationInForce(msgspec.Struct, frozen=True, tag=True):
+    """See SetSpeculation; `effective_step` is the first step planned with these settings."""
+
+    call_id: int
+    method: SpeculationMethod
+    max_draft_tokens: int
+    disable_at_batch_size: int
+    effective_step: int
+
+
+class CacheFlushed(msgspec.Struct, frozen=True, tag=True):
+    """See FlushCache."""
+
+    call_id: int
+    num_freed_pages: int
+
+
 class MethodCounters(msgspec.Struct, frozen=True, array_like=True):
     """Speculation counters of one method since start."""
 
@@ -262,10 +303,23 @@ class ServerReply(msgspec.Struct, frozen=True, tag=True):
     num_pages: int
     max_running_requests: int
     max_batched_tokens: int
+    speculation: SpeculationInForce | None = None  # None until the model is loaded
 
 
-FrontendMessage = FrontendHello | Submit | Cancel | Abort | LoadQuery | ServerQuery
-SchedulerMessage = ServiceStatus | Rejected | TokenEvents | AbortReply | LoadReply | ServerReply
+FrontendMessage = (
+    FrontendHello | Submit | Cancel | Abort | SetSpeculation | FlushCache | LoadQuery | ServerQuery
+)
+SchedulerMessage = (
+    ServiceStatus
+    | Rejected
+    | TokenEvents
+    | AbortReply
+    | CallRefused
+    | SpeculationInForce
+    | CacheFlushed
+    | LoadReply
+    | ServerReply
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _frontend_decoder = msgspec.msgpack.Decoder(FrontendMessage)

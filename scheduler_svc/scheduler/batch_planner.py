@@ -30,7 +30,9 @@ from scheduler_svc.scheduler.speculation_policy import (
     SpeculationFacts,
     SpeculationPolicy,
 )
+from scheduler_svc.scheduler.speculation_settings import SpeculationSettings
 from scheduler_svc.scheduler.waiting_queue import WaitingQueue
+from shared_mem.enums import SpeculationMethod
 from shared_mem.records import FOLLOWS
 
 
@@ -57,6 +59,7 @@ class BatchPlanner:
         queue: WaitingQueue,
         policy: SpeculationPolicy,
         counters: Counters,
+        settings: SpeculationSettings,
     ) -> None:
         self._limits = limits
         self._allocator = allocator
@@ -64,6 +67,7 @@ class BatchPlanner:
         self._queue = queue
         self._policy = policy
         self._counters = counters
+        self.settings = settings
         self.short_of_pages = False  # the last plan left someone waiting for pages
 
     def plan(self) -> list[PlannedRow]:
@@ -174,8 +178,8 @@ class BatchPlanner:
         All of its tokens must fit now, beside what running prompts still need and one page for each running
         sequence: admitting more would only mean to preempt it a few steps later.
         """
-        allocator = self._allocator
-        prefix = allocator.find_prefix(sequence)
+        allocator, methods = self._allocator, self.followers(sequence)
+        prefix = allocator.find_prefix(sequence, methods)
         wanted = allocator.pages_for(len(sequence.tokens) + 1) - len(prefix) + allocator.num_unheld(prefix)
         promised = sum(
             1 + max(0, allocator.pages_for(len(running.tokens) + 1) - len(running.pages))
@@ -184,7 +188,8 @@ class BatchPlanner:
         if wanted + promised > allocator.ledger.num_available:
             return None
         self._queue.remove(sequence)
-        allocator.admit(sequence, prefix)
+        allocator.admit(sequence, prefix, methods)
+        sequence.method = self.settings.method_of(sequence.request.submit.speculation)
         self._slots.assign(sequence)
         missing = len(sequence.tokens) - sequence.num_computed
         num_query = min(missing, budget)
@@ -192,11 +197,23 @@ class BatchPlanner:
         assert grown, "checked above"
         return PlannedRow(sequence, sequence.num_computed, num_query, num_query == missing, admitted=True)
 
+    def followers(self, sequence: Sequence) -> int:
+        """Bit mask of the drafters that would follow the sequence if it were admitted now."""
+        wish = sequence.request.submit.speculation
+        if wish.max_draft_tokens == 0:
+            return 0
+        methods = 0
+        for method in self._policy.followers(self.settings.method_of(wish)):
+            methods |= method.bit
+        return methods
+
     def _add_speculation(self, rows: list[PlannedRow]) -> None:
         """Decides on drafts row by row; each gets an even share of the rows that are left."""
         left = self._limits.max_batched_tokens - sum(row.num_query for row in rows)
         drafting = [row for row in rows if row.sequence.decodes_next]
         if len(drafting) < len(rows) and not self._limits.drafts_beside_prefill:
+            left = 0
+        if 0 < self.settings.disable_at_batch_size <= len(self._slots):
             left = 0
         num_ahead = len(drafting)
         for row in rows:
@@ -212,18 +229,24 @@ class BatchPlanner:
             assert grown, "the policy drafts no more than pages can cover"
 
     def _decide(self, sequence: Sequence, num_budget_rows: int) -> SpeculationDecision:
-        request, allocator = sequence.request, self._allocator
+        wish, allocator = sequence.request.submit.speculation, self._allocator
         # While somebody waits for pages, drafts make do with those at hand: what they take is not back until
         # their result is, and a plan made ahead would find it taken every time.
         covered = allocator.num_covered_tokens if self.short_of_pages else allocator.num_coverable_tokens
+        method = self.settings.method_of(wish)
+        if method is not SpeculationMethod.DISABLED and not sequence.methods & method.bit:
+            method = sequence.method  # a new default is for those who are admitted from now on
         facts = SpeculationFacts(
-            method=request.method,
-            max_draft_tokens=request.max_draft_tokens,
+            method=method,
+            max_draft_tokens=self.settings.draft_tokens_of(wish),
             num_tokens=sequence.num_tokens_at_least,
             decoding=sequence.decodes_next,
             num_remaining_tokens=sequence.num_remaining_tokens,
             num_budget_rows=num_budget_rows,
             num_coverable_tokens=covered(sequence),
             num_unsure_tokens=sequence.in_flight.num_draft_tokens,
+            methods=sequence.methods,
         )
-        return self._policy.decide(facts)
+        decision = self._policy.decide(facts)
+        assert not decision.num_draft_tokens or sequence.methods & decision.method.bit, "only followers draft"
+        return decision

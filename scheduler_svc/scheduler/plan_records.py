@@ -52,6 +52,7 @@ def _admission(row: PlannedRow) -> Admission:
         num_cached_tokens=row.num_computed,
         num_draft_cached_tokens=sequence.num_draft_computed,
         sampling=_without_delivered_prompt_logprobs(sequence),
+        methods=sequence.methods,
     )
 
 

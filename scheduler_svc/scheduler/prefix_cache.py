@@ -17,7 +17,7 @@ class CacheNode:
     key: bytes  # its token ids
     page: int
     parent: CacheNode | None
-    has_draft_kv: bool  # the page holds valid KV of the draft model too
+    draft_kv: int  # bit mask of the methods whose draft KV the page holds too
     children: dict[bytes, CacheNode] = field(default_factory=dict)
     last_used: int = 0
     in_tree: bool = True
@@ -61,11 +61,9 @@ class PrefixCache:
         if nodes:
             self._offer(nodes[-1])
 
-    def insert(
-        self, salt: str, parent: CacheNode | None, key: bytes, page: int, has_draft_kv: bool
-    ) -> CacheNode:
+    def insert(self, salt: str, parent: CacheNode | None, key: bytes, page: int, draft_kv: int) -> CacheNode:
         """Adds a complete page that its sequence holds; there must be no node for this key yet."""
-        node = CacheNode(salt, key, page, parent, has_draft_kv, last_used=self._clock)
+        node = CacheNode(salt, key, page, parent, draft_kv, last_used=self._clock)
         siblings = self._children(salt, parent)
         assert key not in siblings, "two nodes for one prefix"
         self._ledger.enter_cache(page)
@@ -75,12 +73,12 @@ class PrefixCache:
         self._num_nodes += 1
         return node
 
-    def replace_page(self, node: CacheNode, page: int, has_draft_kv: bool) -> None:
+    def replace_page(self, node: CacheNode, page: int, draft_kv: int) -> None:
         """An unheld node takes over a better copy of its page from the sequence that filled it."""
         self._ledger.leave_cache(node.page)
         self._ledger.enter_cache(page)
         node.page = page
-        node.has_draft_kv = has_draft_kv
+        node.draft_kv = draft_kv
 
     def evict(self, count: int) -> None:
         """Frees `count` pages that nobody holds, least recently used leaf first."""

@@ -35,8 +35,6 @@ class Request:
     submit: Submit
     frontend: bytes  # whom the events go to
     serial: int  # order of arrival in this process; settles equal arrival times
-    method: SpeculationMethod  # the wish, or the server's default
-    max_draft_tokens: int
     end_rules: EndRules
     sequences: list[Sequence] = field(default_factory=list)
 
@@ -76,10 +74,12 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     cache_nodes: list[CacheNode] = field(default_factory=list)  # of the leading pages
     leaves_cache_alone: bool = False  # its next full page exists in the cache, in a form it cannot share
-    num_pages_marked: int = 0  # leading cache_nodes whose draft KV is known to be valid
+    method: SpeculationMethod = SpeculationMethod.DISABLED  # as of its admission
+    methods: int = 0  # bit mask of the drafters that follow it
+    num_pages_marked: int = 0  # leading cache_nodes whose KV of the draft model is known to be valid
     num_pages_sent: int = 0  # leading pages that the worker knows
     num_computed: int = 0  # by steps whose results are here
-    num_draft_computed: int = 0
+    num_draft_computed: int = 0  # by the draft model, if it follows
     decoding: bool = False  # has drawn a token since it got its slot, as far as results tell
     in_flight: RowsInFlight = field(default_factory=RowsInFlight)
 
@@ -157,15 +157,11 @@ class Sequence:
 
 def new_request(submit: Submit, frontend: bytes, serial: int, limits: Limits) -> Request:
     """The request of a Submit that was accepted, with one waiting sequence per sample."""
-    wish, stopping = submit.speculation, submit.stopping
+    stopping = submit.stopping
     request = Request(
         submit=submit,
         frontend=frontend,
         serial=serial,
-        method=limits.default_method if wish.method is None else wish.method,
-        max_draft_tokens=(
-            limits.default_num_draft_tokens if wish.max_draft_tokens is None else wish.max_draft_tokens
-        ),
         end_rules=EndRules(
             eos_token_ids=frozenset() if stopping.ignore_eos else limits.eos_token_ids,
             stop_token_ids=frozenset(stopping.stop_token_ids),

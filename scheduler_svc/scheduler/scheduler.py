@@ -10,8 +10,18 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from scheduler_svc.errors import ErrorReason
-from scheduler_svc.messages import Abort, AbortReply, Cancel, LoadReply, Rejected, Submit, TokenEvent
+from scheduler_svc.errors import DraftlineError, ErrorReason
+from scheduler_svc.messages import (
+    Abort,
+    AbortReply,
+    Cancel,
+    LoadReply,
+    Rejected,
+    SetSpeculation,
+    SpeculationInForce,
+    Submit,
+    TokenEvent,
+)
 from scheduler_svc.scheduler.batch_planner import BatchPlanner, PlannedRow
 from scheduler_svc.scheduler.counters import Counters
 from scheduler_svc.scheduler.events import (
@@ -28,6 +38,7 @@ from scheduler_svc.scheduler.plan_records import step_plan
 from scheduler_svc.scheduler.request import Request, Sequence, SequenceState, new_request
 from scheduler_svc.scheduler.slots import SlotTable
 from scheduler_svc.scheduler.speculation_policy import FixedSpeculation, SpeculationPolicy
+from scheduler_svc.scheduler.speculation_settings import changed, check_loaded, initial_settings
 from scheduler_svc.scheduler.stopping import find_end
 from scheduler_svc.scheduler.waiting_queue import WaitingQueue
 from shared_mem.enums import SpeculationMethod
@@ -57,7 +68,13 @@ class Scheduler:
         self.accepting = True  # False while draining
         self._max_steps_in_flight = max_steps_in_flight
         self._allocator = PageAllocator(
-            limits.num_pages, limits.page_size, limits.max_context_tokens, limits.prefix_cache
+            limits.num_pages,
+            limits.page_size,
+            limits.max_context_tokens,
+            limits.prefix_cache,
+            hidden_methods=sum(
+                method.bit for method, drafter in limits.drafters.items() if drafter.needs_hidden
+            ),
         )
         self._slots = SlotTable(limits.max_running_requests)
         self._queue = WaitingQueue()
@@ -68,6 +85,7 @@ class Scheduler:
             self._queue,
             policy or FixedSpeculation(limits.drafters),
             self.counters,
+            initial_settings(limits),
         )
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
@@ -108,10 +126,11 @@ class Scheduler:
                 f"prompt: {num_tokens} tokens; from 1 to {limits.max_context_tokens - 1} fit the context",
             )
         method = submit.speculation.method
-        if method is not None and method not in (SpeculationMethod.DISABLED, *limits.drafters):
-            loaded = ", ".join(loaded.label for loaded in limits.drafters) or "none"
-            message = f"speculation.method: {method.label} is not loaded; loaded: {loaded}"
-            return refuse(ErrorReason.PRECONDITION, message)
+        if method is not None:
+            try:
+                check_loaded(method, limits, "speculation.method")
+            except DraftlineError as error:
+                return refuse(error.reason, error.message)
         # Requests that the next plan can start do not count as queued.
         starting = 0 if self._planner.short_of_pages else self._slots.num_free
         num_queued = self._queue.num_requests - starting
@@ -249,7 +268,8 @@ class Scheduler:
         # Rows of accepted drafts computed their tokens' KV; behind an end there are no tokens.
         num_computed = sequence.num_computed + planned.num_query + row.num_accepted_tokens
         sequence.num_computed = min(num_computed, len(sequence.tokens))
-        sequence.num_draft_computed = max(sequence.num_draft_computed, row.num_draft_computed)
+        if sequence.methods & SpeculationMethod.DRAFT_MODEL.bit:
+            sequence.num_draft_computed = max(sequence.num_draft_computed, row.num_draft_computed)
         self._allocator.publish(sequence)
         event = None
         if planned.samples:
@@ -309,7 +329,8 @@ class Scheduler:
             num_running_requests=len(self._slots),
             num_waiting_requests=self._queue.num_requests,
             num_waiting_tokens=sum(
-                len(sequence.tokens) - page_size * len(self._allocator.find_prefix(sequence))
+                len(sequence.tokens)
+                - page_size * len(self._allocator.find_prefix(sequence, self._planner.followers(sequence)))
                 for sequence in self._queue
             ),
             num_used_pages=ledger.num_owned,
@@ -322,13 +343,34 @@ class Scheduler:
             speculation=self.counters.speculation(),
         )
 
-    def flush_prefix_cache(self) -> None:
-        """Forgets every cached page that no running sequence holds."""
-        self._allocator.cache.flush()
-
     def check_integrity(self) -> None:
         """Recounts pages, references and the prefix tree. Raises LedgerError for what does not add up."""
-        self._allocator.cache.check()
-        self._allocator.ledger.check(
-            [sequence.pages for sequence in self._slots.running], self._allocator.cache.pages()
+        self._allocator.check(self._slots.running)
+
+    # --- for operators ---
+
+    def set_speculation(self, change: SetSpeculation) -> SpeculationInForce:
+        """Changes speculation for steps planned from now on. Raises DraftlineError for what cannot be served.
+
+        A sequence that runs without the new default method's drafter goes on with the one it was admitted with; all
+        stop drafting where the new default is DISABLED and they asked for no method themselves.
+        """
+        self._planner.settings = changed(self._planner.settings, change, self.limits)
+        return self.speculation_in_force(change.call_id)
+
+    def speculation_in_force(self, call_id: int) -> SpeculationInForce:
+        """The settings that the next plan will be made with."""
+        settings = self._planner.settings
+        return SpeculationInForce(
+            call_id,
+            settings.method,
+            settings.max_draft_tokens,
+            settings.disable_at_batch_size,
+            effective_step=self._step_id + 1,
         )
+
+    def flush_prefix_cache(self) -> int:
+        """Frees every cached page that no running sequence holds; returns how many."""
+        num_freed = self._allocator.ledger.num_cached
+        self._allocator.cache.flush()
+        return num_freed

@@ -22,7 +22,7 @@ class SpeculationFacts:
     generate, rows left in the step's budget for this sequence, tokens that its pages could cover.
     """
 
-    method: SpeculationMethod  # the caller's wish or the server's default
+    method: SpeculationMethod  # the caller's wish or the server's default; DISABLED or one of `methods`
     max_draft_tokens: int
     num_tokens: int  # prompt + generated
     decoding: bool  # False for a row that still computes the prompt: it cannot draft yet
@@ -30,15 +30,12 @@ class SpeculationFacts:
     num_budget_rows: int
     num_coverable_tokens: int  # never more than the context limit
     num_unsure_tokens: int = 0
+    methods: int = 0  # bit mask of the drafters that follow the sequence: any of them may draft in any step
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationDecision:
-    """What one row may do.
-
-    `method` names the drafter that follows the sequence in this step, so that its KV stays complete, even if
-    it may propose nothing now (num_draft_tokens 0). DISABLED: no drafter needs to look at the row.
-    """
+    """What one row may do: num_draft_tokens drafts of `method`. Who follows the sequence is no part of it."""
 
     method: SpeculationMethod
     num_draft_tokens: int
@@ -51,10 +48,14 @@ class SpeculationPolicy(Protocol):
     """Chooses for each sequence and step; never more than fits."""
 
     def decide(self, facts: SpeculationFacts) -> SpeculationDecision:
-        """The method and the most draft tokens (tree nodes) for one row.
+        """The method (DISABLED or one of facts.methods) and the most draft tokens (tree nodes) for one row."""
+        ...
 
-        While a sequence has its slot, a method may end (DISABLED) but not begin: the pages of others may stand in
-        for its own then, and a drafter that comes late would miss the KV that it never wrote there.
+    def followers(self, method: SpeculationMethod) -> frozenset[SpeculationMethod]:
+        """The drafters that keep their KV complete for a sequence that is admitted now with `method`.
+
+        Asked once per admission. Only they can draft for the sequence while it has its slot: whoever came later
+        would miss the KV that it never wrote.
         """
         ...
 
@@ -64,6 +65,12 @@ class FixedSpeculation:
 
     def __init__(self, drafters: Mapping[SpeculationMethod, DrafterFacts]) -> None:
         self._drafters = drafters
+
+    def followers(self, method: SpeculationMethod) -> frozenset[SpeculationMethod]:
+        """The method itself; of a portfolio every loaded one, since each may be chosen in any step."""
+        if method not in self._drafters:
+            return frozenset()
+        return frozenset(self._drafters if method is SpeculationMethod.PORTFOLIO else {method})
 
     def decide(self, facts: SpeculationFacts) -> SpeculationDecision:
         """See SpeculationPolicy.decide."""

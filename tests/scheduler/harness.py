@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +24,12 @@ from scheduler_svc.messages import (
 from scheduler_svc.scheduler.events import Outbound
 from scheduler_svc.scheduler.limits import Limits
 from scheduler_svc.scheduler.scheduler import Scheduler
+from scheduler_svc.scheduler.speculation_policy import (
+    FixedSpeculation,
+    SpeculationDecision,
+    SpeculationFacts,
+    SpeculationPolicy,
+)
 from shared_mem.control import DrafterFacts
 from shared_mem.enums import SpeculationMethod
 from shared_mem.records import StepPlan
@@ -32,13 +39,19 @@ EOS = 0
 FRONTEND = b"frontend"
 
 DRAFTERS = {
-    SpeculationMethod.NGRAM: DrafterFacts(int(SpeculationMethod.NGRAM), "", 16, 0),
-    SpeculationMethod.DRAFT_MODEL: DrafterFacts(int(SpeculationMethod.DRAFT_MODEL), "draft", 16, 0),
+    method: DrafterFacts(int(method), method.label, 16, 0, needs_hidden=needs_hidden)
+    for method, needs_hidden in (
+        (SpeculationMethod.NGRAM, False),
+        (SpeculationMethod.DRAFT_MODEL, False),
+        (SpeculationMethod.EAGLE3, True),
+        (SpeculationMethod.MTP, True),
+        (SpeculationMethod.PORTFOLIO, False),
+    )
 }
 
 
 def make_limits(**changes: object) -> Limits:
-    """Small limits: pages of 4 tokens, a context of 64, both drafters, EOS 0."""
+    """Small limits: pages of 4 tokens, a context of 64, drafters of every kind, EOS 0."""
     limits = Limits(
         page_size=4,
         num_pages=64,
@@ -49,7 +62,7 @@ def make_limits(**changes: object) -> Limits:
         eos_token_ids=frozenset({EOS}),
         drafters=DRAFTERS,
         default_method=SpeculationMethod.NGRAM,
-        default_num_draft_tokens=4,
+        default_num_draft_tokens=16,
     )
     return replace(limits, **changes)
 
@@ -62,7 +75,7 @@ def make_submit(
     n: int = 1,
     seed: int = 1,
     method: SpeculationMethod | None = None,
-    max_draft_tokens: int | None = None,
+    max_draft_tokens: int | None = 4,
     ignore_eos: bool = True,
     min_tokens: int = 0,
     stop_token_ids: tuple[int, ...] = (),
@@ -95,6 +108,27 @@ def prompt_of(length: int, first: int = 1) -> tuple[int, ...]:
     return tuple((first * 7 + i * 3) % VOCAB_SIZE for i in range(length))
 
 
+class SwitchingSpeculation:
+    """Any drafters may follow a sequence, and any of those may draft in any step."""
+
+    def __init__(self, limits: Limits, seed: int) -> None:
+        self._fixed = FixedSpeculation(limits.drafters)
+        self._loaded = list(limits.drafters)
+        self._random = random.Random(seed)
+
+    def followers(self, method: SpeculationMethod) -> frozenset[SpeculationMethod]:
+        """A random set that holds the method itself; nobody for one that asked for none."""
+        if method is SpeculationMethod.DISABLED:
+            return frozenset()
+        return frozenset({method, *self._random.sample(self._loaded, self._random.choice((0, 0, 1, 2)))})
+
+    def decide(self, facts: SpeculationFacts) -> SpeculationDecision:
+        """As FixedSpeculation does for a random follower, or nothing at all."""
+        choices = [method for method in self._loaded if facts.methods & method.bit]
+        method = self._random.choice((SpeculationMethod.DISABLED, *choices, *choices))
+        return self._fixed.decide(replace(facts, method=method))
+
+
 @dataclass
 class Output:
     """What one sample's frontend saw."""
@@ -117,10 +151,14 @@ class Harness:
     """Runs steps; results may be held back, so that things happen between dispatch and result."""
 
     def __init__(
-        self, limits: Limits | None = None, max_steps_in_flight: int = 1, **worker_options: object
+        self,
+        limits: Limits | None = None,
+        max_steps_in_flight: int = 1,
+        policy: SpeculationPolicy | None = None,
+        **worker_options: object,
     ) -> None:
         self.limits = limits or make_limits()
-        self.scheduler = Scheduler(self.limits, max_steps_in_flight=max_steps_in_flight)
+        self.scheduler = Scheduler(self.limits, policy, max_steps_in_flight)
         self.worker = SimulatedWorker(self.limits, **worker_options)  # type: ignore[arg-type]
         self.now = 0.0
         self.outputs: dict[tuple[str, int], Output] = {}

@@ -2,7 +2,8 @@
 
 "KV" of a token is a hash of the prefix that ends with it, so a page that holds something else than it should
 is found at the next step that reads it. The "model's" next token is a hash of prefix and seed: whatever is
-batched, drafted, preempted or shared, a request's text must be `model_text`.
+batched, drafted, preempted or shared, a request's text must be `model_text`. Every drafter that reads hidden states
+has such "KV" as well, written only where the target computes a token, and so has the draft model.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from shared_mem.enums import SpeculationMethod
 from shared_mem.records import FOLLOWS, Admission, Logprobs, RowPlan, RowResult, StepPlan, StepResult
 
 VOCAB_SIZE = 40
+_DRAFT_MODEL = SpeculationMethod.DRAFT_MODEL
 _MASK = (1 << 61) - 1
 
 
@@ -73,6 +75,11 @@ class SimulatedWorker:
         self._proposes_all = proposes_all  # else any number of drafts up to what the row allows
         self._kv = [[-1] * limits.page_size for _ in range(limits.num_pages)]
         self._draft_kv = [[-1] * limits.page_size for _ in range(limits.num_pages)]
+        self._head_kv = {
+            method: [[-1] * limits.page_size for _ in range(limits.num_pages)]
+            for method, drafter in limits.drafters.items()
+            if drafter.needs_hidden
+        }
         self.slots: dict[int, _Slot] = {}
         self._last_step = 0
         self.num_computed_tokens = 0
@@ -119,6 +126,7 @@ class SimulatedWorker:
         assert 1 <= admission.num_prompt_tokens <= len(tokens)
         assert admission.num_cached_tokens < len(tokens)
         assert admission.num_draft_cached_tokens <= admission.num_cached_tokens
+        assert admission.methods & _DRAFT_MODEL.bit or not admission.num_draft_cached_tokens
         hashes = []
         prefix_hash = 0
         for token in tokens:
@@ -140,6 +148,7 @@ class SimulatedWorker:
         assert row.num_query >= 1
         assert end <= len(slot.tokens)
         assert row.samples == (end == len(slot.tokens))
+        assert row.method is SpeculationMethod.DISABLED or slot.admission.methods & row.method.bit
         if row.num_draft_tokens:
             assert row.num_query == 1
             assert row.samples
@@ -151,6 +160,11 @@ class SimulatedWorker:
             assert self._read(self._kv, slot, position) == slot.hashes[position], "lost or foreign KV"
         for position in range(slot.num_draft_computed):
             assert self._read(self._draft_kv, slot, position) == slot.hashes[position], "lost draft KV"
+        for method in self._hidden_followers(slot):
+            for position in range(row.num_computed):
+                assert self._read(self._head_kv[method], slot, position) == slot.hashes[position] ^ method, (
+                    f"lost KV of {method.label}"
+                )
         for position in range(row.num_computed, end):
             self._write(self._kv, slot, position, slot.hashes[position], cache_pages)
         self.num_computed_tokens += row.num_query
@@ -158,7 +172,7 @@ class SimulatedWorker:
         slot.num_computed = end
         if not row.samples:
             slot.num_valid_pages = self._pages_for(end + 1)
-            self._catch_up(slot, row)
+            self._catch_up(slot, row, cache_pages)
             return self._result(slot, row, [], 0, 0, 0, prompt_logprobs)
         num_nodes, depth, accepted = self._draft(slot, row, cache_pages)
         drawn = []
@@ -172,7 +186,7 @@ class SimulatedWorker:
             self._write(self._kv, slot, position, slot.hashes[position], cache_pages)
         slot.num_computed = end + accepted
         slot.num_valid_pages = self._pages_for(slot.num_computed + 1)
-        self._catch_up(slot, row)
+        self._catch_up(slot, row, cache_pages)
         return self._result(slot, row, drawn, num_nodes, depth, accepted, prompt_logprobs)
 
     def _draft(self, slot: _Slot, row: RowPlan, cache_pages: frozenset[int]) -> tuple[int, int, int]:
@@ -185,16 +199,30 @@ class SimulatedWorker:
             accepted += 1
         first = row.num_computed + row.num_query
         for node in range(num_nodes):
-            self._write(self._kv, slot, first + node, -2 - self._random.randrange(1 << 30), cache_pages)
+            junk = -2 - self._random.randrange(1 << 30)
+            self._write(self._kv, slot, first + node, junk, cache_pages)
+            if row.method in self._head_kv:
+                self._write(self._head_kv[row.method], slot, first + node, junk, cache_pages)
         return num_nodes, depth, accepted
 
-    def _catch_up(self, slot: _Slot, row: RowPlan) -> None:
-        """The draft model consumes all known tokens, also those on shared pages that lack its KV."""
-        if row.method is not SpeculationMethod.DRAFT_MODEL:
+    def _hidden_followers(self, slot: _Slot) -> list[SpeculationMethod]:
+        return [method for method in self._head_kv if slot.admission.methods & method.bit]
+
+    def _catch_up(self, slot: _Slot, row: RowPlan, cache_pages: frozenset[int]) -> None:
+        """Followers that read hidden states take the tokens that the target has just computed.
+
+        The draft model consumes all known tokens, also those on shared pages that lack its KV.
+        """
+        for method in self._hidden_followers(slot):
+            for position in range(row.num_computed, slot.num_computed):
+                self._write(
+                    self._head_kv[method], slot, position, slot.hashes[position] ^ method, cache_pages
+                )
+        if not slot.admission.methods & _DRAFT_MODEL.bit:
             return
         end = min(
             slot.num_computed + row.samples,
-            self._limits.drafters[row.method].max_context_tokens or 1 << 30,
+            self._limits.drafters[_DRAFT_MODEL].max_context_tokens or 1 << 30,
             len(slot.pages) * self._limits.page_size,
         )
         assert self._pages_for(end) <= slot.num_valid_pages

@@ -27,7 +27,7 @@ class Tree:
                 if not self.ledger.num_free:
                     self.cache.evict(1)
                 (page,) = self.ledger.take(1)
-                node = self.cache.insert(salt, parent, key.encode(), page, has_draft_kv=False)
+                node = self.cache.insert(salt, parent, key.encode(), page, draft_kv=0)
             path.append(node)
         return path
 
@@ -115,9 +115,9 @@ def test_a_page_can_be_replaced_by_a_better_copy() -> None:
     tree.done(path)
     old = path[0].page
     (own,) = tree.ledger.take(1)
-    tree.cache.replace_page(path[0], own, has_draft_kv=True)
+    tree.cache.replace_page(path[0], own, draft_kv=12)
     assert path[0].page == own
-    assert path[0].has_draft_kv
+    assert path[0].draft_kv == 12
     tree.ledger.check([[own]], [own])
     assert tree.ledger.references(old) == 0
     assert tree.ledger.num_free == 3

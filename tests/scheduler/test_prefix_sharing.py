@@ -9,7 +9,8 @@ from shared_mem.records import Admission
 from tests.scheduler.harness import Harness, make_limits, make_submit, prompt_of
 from tests.scheduler.simulated_worker import model_text
 
-DRAFT_MODEL = SpeculationMethod.DRAFT_MODEL
+DISABLED, DRAFT_MODEL = SpeculationMethod.DISABLED, SpeculationMethod.DRAFT_MODEL
+EAGLE3, MTP, PORTFOLIO = SpeculationMethod.EAGLE3, SpeculationMethod.MTP, SpeculationMethod.PORTFOLIO
 
 
 def admissions(harness: Harness) -> list[Admission]:
@@ -169,6 +170,65 @@ def test_a_better_copy_replaces_a_page_without_draft_kv() -> None:
     harness.submit(make_submit("later", prompt_of(9), max_tokens=1, method=DRAFT_MODEL))
     harness.run()
     assert admissions(harness)[-1].num_draft_cached_tokens == 8
+
+
+def test_a_hit_ends_where_a_follower_lacks_kv_that_needs_hidden_states() -> None:
+    harness = Harness()
+    harness.submit(make_submit("short", prompt_of(9), max_tokens=1, method=EAGLE3))
+    harness.run()
+    harness.submit(make_submit("plain", prompt_of(17), max_tokens=1, method=DISABLED))
+    harness.run()
+    for name, method in (("eagle3", EAGLE3), ("again", EAGLE3), ("mtp", MTP), ("off", DISABLED)):
+        harness.submit(make_submit(name, prompt_of(17), max_tokens=1, method=method))
+        harness.run()
+    # `plain` needs no draft KV and finds all; what `eagle3` computes again replaces the pages without its KV
+    hits = [a.num_cached_tokens for a in admissions(harness)]
+    assert hits == [0, 8, 8, 16, 0, 16]
+
+
+def test_of_copies_with_different_draft_kv_the_newer_one_of_as_many_methods_is_kept() -> None:
+    harness = Harness()
+    for name, method in (("a", EAGLE3), ("b", MTP), ("c", MTP), ("d", EAGLE3), ("e", PORTFOLIO), ("f", MTP)):
+        harness.submit(make_submit(name, prompt_of(13), max_tokens=1, method=method))
+        harness.run()
+    # the portfolio's copy holds the KV of all: it replaces the last, and everybody finds it
+    assert [a.num_cached_tokens for a in admissions(harness)] == [0, 0, 12, 0, 0, 12]
+
+
+def test_a_copy_with_less_draft_kv_replaces_none_that_has_more() -> None:
+    harness = Harness(make_limits(max_batched_tokens=64))
+    harness.submit(make_submit("all", prompt_of(13), max_tokens=1, method=PORTFOLIO))
+    harness.run()
+    harness.submit(make_submit("off", prompt_of(13), max_tokens=1, method=DISABLED))
+    harness.submit(make_submit("part", prompt_of(13), max_tokens=1, method=MTP))
+    harness.submit(make_submit("all-again", prompt_of(13), max_tokens=1, method=PORTFOLIO))
+    harness.run()
+    assert [a.num_cached_tokens for a in admissions(harness)] == [0, 12, 12, 12]
+    assert admissions(harness)[-1].num_draft_cached_tokens == 12
+
+
+def test_a_sequence_keeps_its_copy_to_itself_while_others_hold_one_without_its_draft_kv() -> None:
+    harness = Harness(make_limits(max_batched_tokens=64))
+    harness.submit(make_submit("plain", prompt_of(13), max_tokens=30, method=DISABLED))
+    harness.submit(make_submit("mtp", prompt_of(13), max_tokens=2, method=MTP, arrival_time=1.0))
+    harness.step()
+    mtp = next(s for s in harness.scheduler._slots.running if s.request.request_id == "mtp")
+    assert mtp.leaves_cache_alone
+    harness.run()
+    assert harness.output("mtp").tokens == model_text(prompt_of(13), 1, 2)
+
+
+def test_an_admission_says_who_follows() -> None:
+    harness = Harness()
+    wishes = {"off": DISABLED, "default": None, "mtp": MTP, "portfolio": PORTFOLIO}
+    for name, method in wishes.items():
+        harness.submit(make_submit(name, prompt_of(3), max_tokens=1, method=method))
+        harness.run()
+    harness.submit(make_submit("none", prompt_of(3), max_tokens=1, method=MTP, max_draft_tokens=0))
+    harness.run()
+    everybody = sum(method.bit for method in harness.limits.drafters)
+    expected = [0, SpeculationMethod.NGRAM.bit, MTP.bit, everybody, 0]
+    assert [a.methods for a in admissions(harness)] == expected
 
 
 def test_evicted_prefixes_are_computed_again() -> None:

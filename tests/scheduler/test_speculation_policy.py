@@ -30,6 +30,16 @@ FACTS = SpeculationFacts(
 )
 
 
+def test_followers() -> None:
+    portfolio = SpeculationMethod.PORTFOLIO
+    assert POLICY.followers(NGRAM) == {NGRAM}
+    assert POLICY.followers(SpeculationMethod.DISABLED) == set()
+    assert POLICY.followers(portfolio) == set()  # not loaded
+    combined = FixedSpeculation({m: DrafterFacts(int(m), "", 16, 0) for m in (portfolio, NGRAM, DRAFT_MODEL)})
+    assert combined.followers(portfolio) == {portfolio, NGRAM, DRAFT_MODEL}
+    assert combined.followers(DRAFT_MODEL) == {DRAFT_MODEL}
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
