@@ -9,6 +9,7 @@
 #include "head.hpp"
 #include "kv_pool.hpp"
 #include "model.hpp"
+#include "residual_block.hpp"
 #include "team.hpp"
 
 struct DlTeam {
@@ -110,6 +111,10 @@ int32_t dl_linear_topk(const DlLinear* linear, DlTeam* team, int32_t isa, int32_
   return guarded([&] {
     dl::run_topk(*linear, team->team, kernels(isa), activation_group, x, rows, count, columns, values, lse);
   });
+}
+int32_t dl_linear_residual_blocks(const DlLinear* linear, DlTeam* team, int32_t isa, int32_t activation_group,
+                                  const float* x, int64_t rows, float* out) {
+  return guarded([&] { dl::run_residual_blocks(*linear, team->team, kernels(isa), activation_group, x, rows, out); });
 }
 
 DlPool* dl_pool_create(int64_t num_layers, int64_t num_slots, int64_t num_kv_heads, int64_t head_dim) {

@@ -8,7 +8,7 @@
 #define DL_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change to a struct or signature below; the loader refuses a library with another number.
-constexpr int32_t kDlAbiVersion = 2;
+constexpr int32_t kDlAbiVersion = 3;
 
 typedef struct DlTeam DlTeam;
 typedef struct DlLinear DlLinear;
@@ -142,6 +142,9 @@ DL_API int32_t dl_linear_argmax(const DlLinear* linear, DlTeam* team, int32_t is
 // The count <= 64 largest outputs, descending, ties by lower column; lse is the log-sum-exp of all outputs.
 DL_API int32_t dl_linear_topk(const DlLinear* linear, DlTeam* team, int32_t isa, int32_t activation_group,
                               const float* x, int64_t rows, int32_t count, int64_t* columns, float* values, float* lse);
+// out[rows, n / k, k] = x + silu(x times the weights, plus bias): residual blocks side by side, n a multiple of k.
+DL_API int32_t dl_linear_residual_blocks(const DlLinear* linear, DlTeam* team, int32_t isa, int32_t activation_group,
+                                         const float* x, int64_t rows, float* out);
 
 DL_API DlPool* dl_pool_create(int64_t num_layers, int64_t num_slots, int64_t num_kv_heads, int64_t head_dim);
 DL_API void dl_pool_destroy(DlPool* pool);

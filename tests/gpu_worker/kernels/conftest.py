@@ -18,6 +18,7 @@ from gpu_worker.models.native import NativeCausalLM, build_native
 from gpu_worker.weights.gguf_checkpoint import GGUFCheckpoint
 from gpu_worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 from tests.gpu_worker.gguf_models import write_gguf
+from tests.gpu_worker.kernels.heads import FORMS, Head, make_head
 from tests.models import make_tiny_llama
 
 # run_sanitized.sh tests a build of its own.
@@ -71,6 +72,8 @@ def model_files(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 
 BuildModel = Callable[..., NativeCausalLM]
+BuildHead = Callable[..., Head]
+Teams = Callable[[int], ThreadTeam]
 
 
 @pytest.fixture(scope="session")
@@ -94,3 +97,11 @@ def build(
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def heads(kernels: NativeKernels) -> BuildHead:
+    """heads(name of the form, format): kept."""
+    return functools.cache(
+        lambda name, format=WeightFormat.Q8_0: make_head(kernels, FORMS[name], format, seed=len(name))
+    )

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 
 from gpu_worker.kernels.decoder import DecoderLayerWeights, DecoderShape
-from gpu_worker.kernels.draft_head import DraftHeadWeights, NativeDraftHead
+from gpu_worker.kernels.draft_head import ChainStart, DraftHeadWeights, NativeDraftHead
 from gpu_worker.kernels.linear import PackedLinear, WeightFormat
 from gpu_worker.kernels.native import Isa, NativeKernels
 from tests.gpu_worker.kernels import reference
 from tests.gpu_worker.kernels.reference import Array, as_bfloat16, rms_norm
+from tests.gpu_worker.kernels.schedules import Sequence
 
 # Sizes that are no multiples of 64: both halves of a pair share a slab of inputs.
 SHAPE = DecoderShape(96, 160, 4, 2, 24, 1e-5)
@@ -194,4 +195,26 @@ def make_head(
         biases,
         cos,
         sin,
+    )
+
+
+def random_text(n: int, width: int, seed: int) -> tuple[list[int], torch.Tensor]:
+    """Ids and feature rows of n tokens."""
+    ids = np.random.default_rng(seed).integers(0, VOCAB, n).tolist()
+    return ids, torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
+
+
+def chain_start(
+    sequences: list[Sequence], ids: list[int], hidden: torch.Tensor, counts: list[int], page_size: int
+) -> ChainStart:
+    """The start of a chain behind the computed tokens of each sequence, whose pages hold it."""
+    return ChainStart(
+        torch.tensor(ids),
+        hidden,
+        torch.tensor([s.num_computed for s in sequences]),
+        page_size,
+        np.array([s.num_computed + 1 for s in sequences], np.int32),
+        np.cumsum([0, *(len(s.pages) for s in sequences)]).astype(np.int32),
+        np.concatenate([s.pages for s in sequences]).astype(np.int32),
+        np.array(counts, np.int32),
     )

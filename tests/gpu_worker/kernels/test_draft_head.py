@@ -1,41 +1,20 @@
-"""Draft heads against a reference of each form, row independence, chains, and the hidden states they are fed with."""
+"""Draft heads against a reference of each form, row independence, and chains against their steps."""
 
 from __future__ import annotations
-
-import dataclasses
-import functools
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from gpu_worker.kernels.draft_head import ChainStart
 from gpu_worker.kernels.kv_pool import NativeKVPool
 from gpu_worker.kernels.linear import PackedLinear, WeightFormat
-from gpu_worker.kernels.native import Isa, KernelError, NativeKernels, ThreadTeam
+from gpu_worker.kernels.native import Isa, NativeKernels, ThreadTeam
 from tests.gpu_worker.kernels import reference
-from tests.gpu_worker.kernels.conftest import BuildModel
-from tests.gpu_worker.kernels.heads import FORMS, SHAPE, VOCAB, Head, make_head
+from tests.gpu_worker.kernels.conftest import BuildHead, Teams
+from tests.gpu_worker.kernels.heads import FORMS, SHAPE, VOCAB, Head, chain_start, random_text
 from tests.gpu_worker.kernels.schedules import Rows, Sequence, make_batch, num_pages, place
 
 H = SHAPE.hidden_size
-Teams = Callable[[int], ThreadTeam]
-BuildHead = Callable[..., Head]
-
-
-@pytest.fixture(scope="module")
-def heads(kernels: NativeKernels) -> BuildHead:
-    """heads(name of the form, format): kept."""
-    return functools.cache(
-        lambda name, format=WeightFormat.Q8_0: make_head(kernels, FORMS[name], format, seed=len(name))
-    )
-
-
-def random_text(n: int, width: int, seed: int) -> tuple[list[int], torch.Tensor]:
-    """Ids and feature rows of n tokens."""
-    ids = np.random.default_rng(seed).integers(0, VOCAB, n).tolist()
-    return ids, torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
 
 
 def run(
@@ -183,21 +162,6 @@ def test_trees_give_the_bits_of_their_paths(heads: BuildHead, teams: Teams, name
         assert torch.equal(out[:, node], expected[:, 0])
 
 
-def chain_start(
-    sequences: list[Sequence], ids: list[int], hidden: torch.Tensor, counts: list[int], page_size: int
-) -> ChainStart:
-    return ChainStart(
-        torch.tensor(ids),
-        hidden,
-        torch.tensor([s.num_computed for s in sequences]),
-        page_size,
-        np.array([s.num_computed + 1 for s in sequences], np.int32),
-        np.cumsum([0, *(len(s.pages) for s in sequences)]).astype(np.int32),
-        np.concatenate([s.pages for s in sequences]).astype(np.int32),
-        np.array(counts, np.int32),
-    )
-
-
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("name", FORMS)
@@ -247,148 +211,6 @@ def test_an_empty_chain(heads: BuildHead, teams: Teams) -> None:
     head = heads("mtp")
     start = chain_start([Sequence([1], [0])], [1], torch.zeros(1, H), [0], 16)
     assert head.native.chain(start, head.native.new_pool(1, 16), teams(1), head.lm_head).shape == (1, 0)
-
-
-@pytest.mark.parametrize("rows", [1, 7, 40, 300])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_captured_streams_are_those_of_truncated_models(build: BuildModel, rows: int, threads: int) -> None:
-    """Normed, the stream after a layer is what the model up to that layer returns; in the order that was asked for."""
-    model = build("q4_1", threads, num_layers=3)
-    final_norm = model._parts[4]
-    ids = np.random.default_rng(rows).integers(0, 300, rows).tolist()
-    pages = list(range(-(-rows // 16)))
-
-    def batch() -> object:
-        return make_batch([Rows(Sequence(ids, pages), rows)], 16)
-
-    h = model.config.hidden_size
-    layers = (2, 0, 1, 0)
-    hidden, captured = model.forward_capturing(batch(), model.new_pool(len(pages), 16), None, layers)
-    assert captured.shape == (rows, 4 * h)
-    assert torch.equal(hidden, model.forward(batch(), model.new_pool(len(pages), 16)))
-    for part, layer in zip(captured.split(h, dim=1), layers, strict=True):
-        short = model.truncated(layer + 1)
-        expected = short.forward(batch(), short.new_pool(len(pages), 16))
-        normed = reference.rms_norm(part.double().numpy(), final_norm, model.config.rms_norm_eps)
-        torch.testing.assert_close(torch.from_numpy(normed).float(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_captured_rows_do_not_depend_on_other_rows(build: BuildModel) -> None:
-    """Decoding one by one gives the bits of one pass over all rows."""
-    model = build("q4_1", 2, num_layers=3)
-    ids = np.random.default_rng(0).integers(0, 300, 40).tolist()
-    pool = model.new_pool(3, 16)
-    batch = make_batch([Rows(Sequence(ids, [0, 1, 2]), 40)], 16)
-    _, together = model.forward_capturing(batch, pool, None, (0, 2))
-    alone, sequence = [], Sequence(ids, [0, 1, 2])
-    for _ in ids:
-        batch = make_batch([Rows(sequence, 1)], 16)
-        alone.append(model.forward_capturing(batch, pool, None, (0, 2))[1])
-        sequence.num_computed += 1
-    assert torch.equal(torch.cat(alone), together)
-
-
-def test_layers_to_capture_must_exist(build: BuildModel) -> None:
-    model = build("q4_1", 2, num_layers=3)
-    batch = make_batch([Rows(Sequence([1], [0]), 1)], 16)
-    with pytest.raises(KernelError, match=r"capture: 3 is not in 0\.\.2"):
-        model.forward_capturing(batch, model.new_pool(1, 16), None, (3,))
-    assert model.forward_capturing(batch, model.new_pool(1, 16), None, ())[1].shape == (1, 0)
-
-
-def test_features_of_another_shape_are_refused(heads: BuildHead, teams: Teams) -> None:
-    head = heads("eagle 3")
-    pool = head.native.new_pool(1, 16)
-    batch = make_batch([Rows(Sequence([1, 2], [0]), 2)], 16)
-    for shape, recycled in (((2, H), False), ((2, 3 * H), True), ((1, 3 * H), False)):
-        with pytest.raises(KernelError, match=r"features: torch\.float32"):
-            head.native.forward(batch, pool, teams(1), torch.zeros(shape), recycled)
-    with pytest.raises(KernelError, match="input_ids: 300"):
-        head.native.forward(
-            dataclasses.replace(batch, input_ids=torch.tensor([1, 300])),
-            pool,
-            teams(1),
-            torch.zeros(2, 3 * H),
-            False,
-        )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"counts": np.array([4], np.int32)}, "1 pages of sequence 0 do not hold 17 keys"),
-        ({"counts": np.array([-1], np.int32)}, "counts: -1 of sequence 0"),
-        ({"positions": torch.tensor([510])}, "positions: 510 of sequence 0 and 3 steps pass 511"),
-        ({"kv_lens": np.array([0], np.int32)}, "kv_lens: 0 of sequence 0"),
-        ({"input_ids": torch.tensor([300])}, "input_ids: 300"),
-        ({"page_indices": np.array([2], np.int32)}, "page_indices: 2 of request 0 is outside the pool"),
-        ({"page_size": 8}, "page_size: 8 in the batch, 16 in the pool"),
-        ({"hidden": torch.zeros(1, H - 1)}, r"hidden: torch\.float32"),
-        ({"page_indptr": np.array([0, 2], np.int32)}, "page_indptr: ends at 2, there are 1 pages"),
-    ],
-)
-def test_bad_chains_are_refused_before_anything_runs(
-    heads: BuildHead, teams: Teams, changes: dict[str, object], message: str
-) -> None:
-    head = heads("mtp")
-    pool = head.native.new_pool(2, 16)
-    start = chain_start([Sequence([1], [0], 13)], [1], torch.zeros(1, H), [3], 16)
-    with pytest.raises(KernelError, match=message):
-        head.native.chain(dataclasses.replace(start, **changes), pool, teams(1), head.lm_head)
-    assert not any(part.any() for part in pool.read(0, torch.arange(32)))
-
-
-def test_bad_heads_of_chains_are_refused(heads: BuildHead, teams: Teams, kernels: NativeKernels) -> None:
-    head = heads("mtp")
-    start = chain_start([Sequence([1], [0])], [1], torch.zeros(1, H), [1], 16)
-
-    def chain(lm_head: PackedLinear, target_ids: torch.Tensor | None = None) -> None:
-        head.native.chain(start, head.native.new_pool(1, 16), teams(1), lm_head, target_ids)
-
-    with pytest.raises(KernelError, match="lm_head: of 64 inputs, expected 96"):
-        chain(PackedLinear(kernels, WeightFormat.Q8_0, 32, 64))
-    with pytest.raises(KernelError, match="lm_head: 301 columns, the embedding has 300 rows"):
-        chain(PackedLinear(kernels, WeightFormat.Q8_0, VOCAB + 1, H))
-    with pytest.raises(KernelError, match=r"target_ids: torch\.int64 \[3\], expected torch\.int64 \[200\]"):
-        chain(head.lm_head, head.target_ids[:3].contiguous())
-    with pytest.raises(KernelError, match="target_ids: 300 is not in"):
-        chain(head.lm_head, torch.full_like(head.target_ids, VOCAB))
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("mtp", {"combine": None}, r"layers\[0\]\.qkv: not of 192 outputs and 192 inputs"),
-        ("eagle 3", {"fuse": "narrow"}, "fuse: not of 96 outputs"),
-        ("mtp", {"residual_is_normed": True}, "residual_is_normed"),
-        ("mtp", {"feature_norm": torch.ones(H + 1)}, r"feature_norm: torch\.float32 \[97\]"),
-        ("mtp", {"layers": []}, "num_layers: 0"),
-        (
-            "eagle 3",
-            {"feature_norm": None, "residual_is_normed": True},
-            "residual_is_normed: no feature_norm",
-        ),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused(
-    heads: BuildHead, kernels: NativeKernels, name: str, changes: dict[str, object], message: str
-) -> None:
-    head = heads(name)
-    if changes.get("fuse") == "narrow":
-        changes = {"fuse": PackedLinear(kernels, WeightFormat.Q8_0, H - 1, 3 * H)}
-    weights = dataclasses.replace(head.native.weights, **changes)  # type: ignore[arg-type]
-    with pytest.raises(KernelError, match=message):
-        type(head.native)(kernels, SHAPE, head.embedding, head.cos, head.sin, weights)
-
-
-def test_a_first_norm_beside_the_norms_of_the_pair_is_refused(
-    heads: BuildHead, kernels: NativeKernels
-) -> None:
-    head = heads("eagle 3")
-    layer = dataclasses.replace(head.native.weights.layers[0], attn_norm=torch.ones(H))
-    weights = dataclasses.replace(head.native.weights, layers=[layer])
-    with pytest.raises(KernelError, match=r"layers\[0\]\.attn_norm"):
-        type(head.native)(kernels, SHAPE, head.embedding, head.cos, head.sin, weights)
 
 
 def test_a_packed_embedding_gives_the_bits_of_its_floats(
