@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -57,25 +57,49 @@ class DraftTree:
         )
         return bool(torch.equal(self.depths.cpu(), offsets))
 
+    def with_laws(self, laws: list[list[torch.Tensor]]) -> DraftTree:
+        """The tree with the law [V] that each draft token of request r was drawn from, laws[r] in order of its nodes.
+
+        Requests whose drafts were not drawn have no laws; if none has any, the tree stays as it is.
+        """
+        example = next((law[0] for law in laws if law), None)
+        if example is None:
+            return self
+        q = torch.zeros((self.num_nodes, example.shape[-1]), dtype=torch.float32, device=example.device)
+        for r, law in enumerate(laws):
+            if law:
+                start = int(self.indptr[r]) + 1
+                q[start : start + len(law)] = torch.stack(law)
+        return replace(self, q=q)
+
+
+def tree_of(
+    roots: list[int], tokens: list[list[int]], parents: list[list[int]], device: torch.device | str = "cpu"
+) -> DraftTree:
+    """One tree per request: tokens[r] are the nodes behind its root, parents first; parents[r] index them, -1: root."""
+    indptr = np.zeros(len(roots) + 1, dtype=np.int32)
+    all_tokens: list[int] = []
+    all_parents: list[int] = []
+    depths: list[int] = []
+    for r, root in enumerate(roots):
+        start = len(all_tokens)
+        all_tokens += [root, *tokens[r]]
+        all_parents += [start, *(start + 1 + parent for parent in parents[r])]
+        depths.append(0)
+        for parent in parents[r]:
+            depths.append(depths[start + 1 + parent] + 1)
+        indptr[r + 1] = len(all_tokens)
+    return DraftTree(
+        indptr=indptr,
+        tokens=torch.tensor(all_tokens, dtype=torch.int64, device=device),
+        parents=torch.tensor(all_parents, dtype=torch.int64, device=device),
+        depths=torch.tensor(depths, dtype=torch.int64, device=device),
+    )
+
 
 def chain_tree(roots: list[int], drafts: list[list[int]], device: torch.device | str = "cpu") -> DraftTree:
     """One chain per request: `roots[r]`, then `drafts[r]` (possibly empty)."""
-    indptr = np.zeros(len(roots) + 1, dtype=np.int32)
-    tokens: list[int] = []
-    parents: list[int] = []
-    depths: list[int] = []
-    for r, (root, draft) in enumerate(zip(roots, drafts, strict=True)):
-        start = len(tokens)
-        tokens += [root, *draft]
-        parents += [start, *range(start, start + len(draft))]
-        depths += range(len(draft) + 1)
-        indptr[r + 1] = len(tokens)
-    return DraftTree(
-        indptr=indptr,
-        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
-        parents=torch.tensor(parents, dtype=torch.int64, device=device),
-        depths=torch.tensor(depths, dtype=torch.int64, device=device),
-    )
+    return tree_of(roots, drafts, [list(range(-1, len(draft) - 1)) for draft in drafts], device)
 
 
 def root_tree(roots: npt.NDArray[np.int64], device: torch.device | str = "cpu") -> DraftTree:

@@ -11,9 +11,7 @@ import torch
 
 from gpu_worker.attention.cpu import CPUAttention
 from gpu_worker.config import WorkerConfig
-from gpu_worker.drafting.base import Drafter
-from gpu_worker.drafting.draft_model import DraftModelDrafter
-from gpu_worker.drafting.ngram import NgramDrafter
+from gpu_worker.drafters import build_drafters, load_draft_weights
 from gpu_worker.errors import DeviceError, ModelError
 from gpu_worker.kernels import native
 from gpu_worker.kernels.native import ThreadTeam
@@ -24,14 +22,11 @@ from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.weights.facts import build_facts
 from gpu_worker.weights.loader import load_model, resolve_dtype
 from gpu_worker.weights.resolve import resolve_model
-from gpu_worker.weights.token_map import check_same_token_map
 from gpu_worker.weights.tokenizer_export import export_tokenizer
-from shared_mem.control import DrafterFacts, ModelFacts
-from shared_mem.enums import SpeculationMethod
+from shared_mem.control import ModelFacts
 
 log = structlog.get_logger()
 
-_LAYERS_PREFIX = "layers:"
 # Part of the free memory that the KV pool may take when --num-pages does not say. Host memory is shared with the
 # other processes and the page cache; a GPU's is the worker's alone.
 _CPU_POOL_FRACTION = 0.125
@@ -59,34 +54,20 @@ def build_engine(config: WorkerConfig) -> Engine:
     dtype = resolve_dtype(config.dtype, device, native_kernels=team is not None)
     tokenizer_path = export_tokenizer(source)
     target = load_model(source, dtype, device, team)
-    draft = _load_draft(config, target, tokenizer_path, dtype, device, team)
+    weights = load_draft_weights(config, target, tokenizer_path, dtype, device, team)
     max_context = _max_context(config, target)
-    models = [model for model in (target, draft) if model is not None]
-    num_pages = config.num_pages or _fitting_pages(config, models, max_context, device)
-    attention = CPUAttention(device)
+    page_bytes = target.bytes_per_page(config.page_size) + weights.bytes_per_page(config.page_size)
+    num_pages = config.num_pages or _fitting_pages(config, page_bytes, max_context, device)
     table = RequestTable(config.max_running_requests, max_context, config.page_size, device)
     sampler = Sampler(config.max_running_requests, target.config.vocab_size, device)
-    drafters: dict[SpeculationMethod, Drafter] = {}
-    drafter_facts: list[DrafterFacts] = []
-    for method in config.speculation:
-        path, limit = "", 0
-        if method is SpeculationMethod.NGRAM:
-            drafters[method] = NgramDrafter(table)
-        elif method is SpeculationMethod.DRAFT_MODEL:
-            assert draft is not None, "checked by the command line"
-            pool = draft.new_pool(num_pages, config.page_size)
-            drafters[method] = DraftModelDrafter(
-                draft,
-                pool,
-                CPUAttention(device),
-                sampler,
-                table,
-                config.max_batched_tokens,
-            )
-            path, limit = config.draft_model, draft.config.max_position_embeddings
-        drafter_facts.append(DrafterFacts(int(method), path, config.num_draft_tokens, limit))
+    drafters, drafter_facts = build_drafters(config, weights, sampler, table, num_pages)
     runner = ModelRunner(
-        target, target.new_pool(num_pages, config.page_size), attention, sampler, table, drafters
+        target,
+        target.new_pool(num_pages, config.page_size),
+        CPUAttention(device),
+        sampler,
+        table,
+        drafters,
     )
     facts = build_facts(
         source,
@@ -96,7 +77,7 @@ def build_engine(config: WorkerConfig) -> Engine:
         kv_cache_dtype=str(target.kv_dtype).removeprefix("torch."),
         max_context_tokens=max_context,  # the scheduler, who knows every rank's pool, limits it further
         tokenizer_path=tokenizer_path,
-        drafters=tuple(drafter_facts),
+        drafters=drafter_facts,
     )
     return Engine(runner, facts, device, num_pages)
 
@@ -126,33 +107,6 @@ def _kernel_threads(config: WorkerConfig, device: torch.device) -> ThreadTeam | 
     return ThreadTeam(kernels, config.num_threads or len(os.sched_getaffinity(0)))
 
 
-def _load_draft(
-    config: WorkerConfig,
-    target: CausalLM,
-    tokenizer_path: Path,
-    dtype: str,
-    device: torch.device,
-    team: ThreadTeam | None,
-) -> CausalLM | None:
-    """The draft model, checked to speak the target's token ids; `layers:N` is the target cut to N layers."""
-    if SpeculationMethod.DRAFT_MODEL not in config.speculation:
-        return None
-    spec = config.draft_model
-    if spec.startswith(_LAYERS_PREFIX):
-        count = spec.removeprefix(_LAYERS_PREFIX)
-        if not count.isdigit() or not 1 <= int(count) <= target.num_layers:
-            raise ModelError(f"draft_model: {spec!r}: layers must be 1..{target.num_layers}")
-        return target.truncated(int(count))
-    draft_source = resolve_model(spec)
-    check_same_token_map(tokenizer_path, export_tokenizer(draft_source))
-    draft = load_model(draft_source, dtype, device, team)
-    if draft.config.vocab_size < target.config.vocab_size:
-        raise ModelError(
-            f"draft_model: {spec}: knows {draft.config.vocab_size} ids, the target {target.config.vocab_size}"
-        )
-    return draft
-
-
 def _max_context(config: WorkerConfig, target: CausalLM) -> int:
     limit = target.config.max_position_embeddings
     if config.max_context_tokens > limit:
@@ -162,11 +116,8 @@ def _max_context(config: WorkerConfig, target: CausalLM) -> int:
     return config.max_context_tokens or limit
 
 
-def _fitting_pages(
-    config: WorkerConfig, models: list[CausalLM], max_context: int, device: torch.device
-) -> int:
+def _fitting_pages(config: WorkerConfig, page_bytes: int, max_context: int, device: torch.device) -> int:
     """Pages that fit the free memory, at most what all slots could ever fill; draft KV is part of a page's size."""
-    page_bytes = sum(model.bytes_per_page(config.page_size) for model in models)
     if device.type == "cuda":
         budget = int(torch.cuda.mem_get_info(device)[0] * _GPU_POOL_FRACTION)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import torch
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.batching import SequenceRows, build_forward_batch
 from gpu_worker.draft_tree import DraftTree, merge_trees, root_tree
-from gpu_worker.drafting.base import Drafter, DraftRequest, TargetProgress
+from gpu_worker.drafting.base import Drafter, DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.base import CausalLM
 from gpu_worker.request_state import Int64Array, RequestTable
@@ -34,6 +35,15 @@ class _Step:
     tree: DraftTree  # one request per sampling row
 
 
+class _Verified(NamedTuple):
+    """What the target's forward pass came to."""
+
+    verification: Verification | None  # None: no row drew a token
+    prompt_logprobs: dict[int, Logprobs]  # by row
+    hidden: TargetHidden
+    first_rows: list[int]  # of each plan row, in `hidden`
+
+
 class ModelRunner:
     """Executes step plans on one device; the state it keeps is the table's, the sampler's, the pools' and drafters'."""
 
@@ -52,6 +62,8 @@ class ModelRunner:
         self._sampler = sampler
         self._table = table
         self._drafters = drafters
+        # Which drafters keep state of their own for the sequence in each slot, as its admission said.
+        self._followers: list[tuple[SpeculationMethod, ...]] = [()] * table.num_slots
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, publish: Publish) -> None:
@@ -65,25 +77,31 @@ class ModelRunner:
             publish(StepResult(plan.step_id, ()))
             return
         step = self._draft(plan.rows)
-        verification, prompt_logprobs = self._verify(step)
-        results, progress = self._commit(step, verification, prompt_logprobs)
+        verified = self._verify(step)
+        results, progress = self._commit(step, verified)
         duration_us = int((time.perf_counter() - started) * 1e6)
         publish(StepResult(plan.step_id, tuple(results), duration_us))
-        self._catch_up(progress)
+        self._catch_up(step, progress, verified.hidden)
 
     def _apply(self, plan: StepPlan) -> None:
         for release in plan.releases:
             self._table.release(release)
             self._sampler.release(release.slot)
-            for drafter in self._drafters.values():
-                drafter.release(release.slot)
+            for method in self._followers[release.slot]:
+                self._drafters[method].release(release.slot)
+            self._followers[release.slot] = ()
         for admission in plan.admissions:
             self._table.admit(admission)
             self._sampler.admit(
                 admission.slot, admission.sampling, admission.token_ids, admission.num_prompt_tokens
             )
-            for drafter in self._drafters.values():
-                drafter.admit(admission)
+            self._followers[admission.slot] = tuple(
+                method
+                for method, drafter in self._drafters.items()
+                if drafter.keeps_state and admission.methods >> method & 1
+            )
+            for method in self._followers[admission.slot]:
+                self._drafters[method].admit(admission)
         for update in plan.page_updates:
             self._table.set_pages(update)
 
@@ -127,12 +145,17 @@ class ModelRunner:
             tree = trees[0] if len(trees) == 1 else merge_trees(trees, order)
         return _Step(rows, self._starts(rows), sampling, slots, tree)
 
-    def _verify(self, step: _Step) -> tuple[Verification | None, dict[int, Logprobs]]:
+    def _verify(self, step: _Step) -> _Verified:
         """The target's pass over all rows; acceptance of the sampling rows; log-probabilities of prompt rows."""
         sequences = self._layout(step)
         batch = build_forward_batch(self._table, sequences)
-        hidden = self._target.forward(batch, self._pool, self._attention)  # [T, h]
+        layers = self._hidden_layers(step)
+        hidden, captured = self._target.forward_capturing(
+            batch, self._pool, self._attention, layers
+        )  # [T, h]
+        states = TargetHidden(hidden, captured, layers)
         ends = batch.attention.qo_indptr[1:]
+        first_rows = batch.attention.qo_indptr[:-1].tolist()
         prompt_logprobs = {
             i: logprobs
             for i, row in enumerate(step.rows)
@@ -141,7 +164,7 @@ class ModelRunner:
             is not None
         }
         if not step.sampling:
-            return None, prompt_logprobs
+            return _Verified(None, prompt_logprobs, states, first_rows)
         tree = step.tree
         if tree.num_nodes < batch.num_rows:
             nodes = np.diff(tree.indptr)
@@ -149,11 +172,18 @@ class ModelRunner:
             wanted = np.arange(tree.num_nodes) + np.repeat(shifts, nodes)
             hidden = hidden.index_select(0, torch.from_numpy(wanted).to(hidden.device))  # [N, h]
         if not self._sampler.needs_logits(step.slots):
-            best = self._target.compute_argmax(hidden)
-            return self._sampler.verify_greedy(tree, best), prompt_logprobs
-        logits = self._target.compute_logits(hidden)  # [N, V]
-        lengths = self._table.num_tokens[step.slots]
-        return self._sampler.verify(tree, logits, step.slots, lengths), prompt_logprobs
+            verification = self._sampler.verify_greedy(tree, self._target.compute_argmax(hidden))
+        else:
+            logits = self._target.compute_logits(hidden)  # [N, V]
+            lengths = self._table.num_tokens[step.slots]
+            verification = self._sampler.verify(tree, logits, step.slots, lengths)
+        return _Verified(verification, prompt_logprobs, states, first_rows)
+
+    def _hidden_layers(self, step: _Step) -> tuple[int, ...]:
+        """The target layers whose outputs the drafters that follow any of the rows will read."""
+        methods = {method for row in step.rows for method in self._followers[row.slot]}
+        layers = {layer for method in methods for layer in self._drafters[method].hidden_layers or ()}
+        return tuple(sorted(layers))
 
     def _layout(self, step: _Step) -> list[SequenceRows]:
         tree, rows, starts = step.tree, step.rows, step.starts
@@ -193,15 +223,16 @@ class ModelRunner:
         return self._sampler.prompt_logprobs(logits, torch.from_numpy(token_ids).to(logits.device), count)
 
     def _commit(
-        self, step: _Step, verification: Verification | None, prompt_logprobs: dict[int, Logprobs]
-    ) -> tuple[list[RowResult], list[tuple[RowPlan, TargetProgress]]]:
+        self, step: _Step, verified: _Verified
+    ) -> tuple[list[RowResult], list[TargetProgress | None]]:
         """Takes over what was accepted: KV to contiguous slots, tokens, penalties; one RowResult per row.
 
-        Also what each row came to for the drafter that follows it.
+        Also what each row came to for the drafters that follow its sequence; None where nobody does.
         """
         emitted: list[list[int]] = []
         accepted: list[int] = []
         logprobs: list[Logprobs | None] = []
+        verification = verified.verification
         if verification is not None:
             emitted, accepted = verification.token_ids, verification.num_accepted
             logprobs = verification.logprobs
@@ -213,17 +244,14 @@ class ModelRunner:
         depths = step.tree.depths.tolist() if step.tree.has_drafts else []
         request_of = {i: r for r, i in enumerate(step.sampling)}
         results: list[RowResult] = []
-        progress: list[tuple[RowPlan, TargetProgress]] = []
-        for i, (row, start) in enumerate(zip(step.rows, step.starts, strict=True)):
+        progress: list[TargetProgress | None] = []
+        for i, row in enumerate(step.rows):
             r = request_of.get(i)
             token_ids = [] if r is None else emitted[r]
             num_accepted = 0 if r is None else accepted[r]
             num_drafts = 0 if r is None else indptr[r + 1] - indptr[r] - 1
-            num_draft_computed = 0
-            if (drafter := self._drafters.get(row.method)) is not None:
-                done = TargetProgress(row.slot, start + row.num_query + len(token_ids), num_accepted)
-                progress.append((row, done))
-                num_draft_computed = drafter.num_computed_after(done)
+            done = self._progress(step, verified, i, r) if self._followers[row.slot] else None
+            progress.append(done)
             results.append(
                 RowResult(
                     slot=row.slot,
@@ -233,12 +261,30 @@ class ModelRunner:
                     num_draft_tokens=num_drafts,
                     draft_depth=max(depths[indptr[r] : indptr[r + 1]]) if num_drafts else 0,
                     num_accepted_tokens=num_accepted,
-                    num_draft_computed=num_draft_computed,
+                    num_draft_computed=self._num_draft_computed(row.slot, done),
                     logprobs=None if r is None else logprobs[r],
-                    prompt_logprobs=prompt_logprobs.get(i),
+                    prompt_logprobs=verified.prompt_logprobs.get(i),
                 )
             )
         return results, progress
+
+    def _progress(self, step: _Step, verified: _Verified, i: int, r: int | None) -> TargetProgress:
+        """Row i (request r of the tree, if it draws a token) for its drafters; the table has its new tokens already."""
+        row, start, first = step.rows[i], step.starts[i], verified.first_rows[i]
+        rows = np.arange(first, first + row.num_query)
+        if r is None or verified.verification is None:
+            return TargetProgress(row.slot, start + row.num_query, 0, start, rows)
+        path = verified.verification.path_nodes[r]
+        if len(path) > 1:  # the accepted nodes' rows, root first
+            rows = np.array(path) + (first - path[0])
+        num_known = int(self._table.num_tokens[row.slot])
+        return TargetProgress(row.slot, num_known, len(path) - 1, start, rows)
+
+    def _num_draft_computed(self, slot: int, done: TargetProgress | None) -> int:
+        """The draft model's mark once it has caught up: it alone can resume behind a mark of its own."""
+        if done is None or SpeculationMethod.DRAFT_MODEL not in self._followers[slot]:
+            return 0
+        return self._drafters[SpeculationMethod.DRAFT_MODEL].num_computed_after(done)
 
     def _move_accepted(self, step: _Step, verification: Verification) -> None:
         """Brings the accepted path of each tree to the slots right behind the root (a chain is there already)."""
@@ -257,12 +303,16 @@ class ModelRunner:
             source, target = np.concatenate(sources), np.concatenate(targets)
             self._pool.move(torch.from_numpy(source).to(device), torch.from_numpy(target).to(device))
 
-    def _catch_up(self, progress: list[tuple[RowPlan, TargetProgress]]) -> None:
-        for method, drafter in self._drafters.items():
-            rows = [(row, done) for row, done in progress if row.method is method]
-            prefilled = [done for row, done in rows if row.num_query > 1 or not row.samples]
-            verified = [done for row, done in rows if row.num_query == 1 and row.samples]
-            if prefilled:
-                drafter.prefill(prefilled)
-            if verified:
-                drafter.catch_up(verified)
+    def _catch_up(self, step: _Step, progress: list[TargetProgress | None], hidden: TargetHidden) -> None:
+        """Lets every drafter follow the sequences that it keeps state for, whatever method drafted."""
+        prefilled: dict[SpeculationMethod, list[TargetProgress]] = {}
+        decoded: dict[SpeculationMethod, list[TargetProgress]] = {}
+        for row, done in zip(step.rows, progress, strict=True):
+            if done is not None:
+                kind = prefilled if row.num_query > 1 or not row.samples else decoded
+                for method in self._followers[row.slot]:
+                    kind.setdefault(method, []).append(done)
+        for method, rows in prefilled.items():
+            self._drafters[method].prefill(rows, hidden)
+        for method, rows in decoded.items():
+            self._drafters[method].catch_up(rows, hidden)

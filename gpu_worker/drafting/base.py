@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from gpu_worker.draft_tree import DraftTree
+from gpu_worker.request_state import Int64Array
 from shared_mem.enums import SpeculationMethod
 from shared_mem.records import Admission
 
@@ -21,24 +24,56 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class TargetProgress:
-    """What the target did for one sequence in this step, told to its drafter after the result went out.
+    """What the target did for one sequence in this step, told to its drafters after the result went out.
 
-    num_known: tokens of the sequence that the drafter may now consume (of a prefill chunk: up to its end, and the
-    first sampled token if there is one). num_accepted: draft tokens kept (0 for a prefill row).
+    The step computed the sequence's tokens first .. first + len(rows) - 1 (accepted drafts included), whose hidden
+    states are rows of the step's forward pass; num_accepted of them were draft tokens. num_known counts the tokens
+    that a drafter may now consume: of a prefill chunk up to its end, else one more, the token that was drawn last.
     """
 
     slot: int
     num_known: int
     num_accepted: int
+    first: int
+    rows: Int64Array  # [computed tokens] indices into TargetHidden's rows
+
+    @property
+    def num_computed(self) -> int:
+        """Leading tokens whose target KV is valid now."""
+        return self.first + len(self.rows)
+
+
+@dataclass(frozen=True)
+class TargetHidden:
+    """The target's hidden states of one step's T rows."""
+
+    normed: torch.Tensor  # [T, h] behind the final norm
+    captured: torch.Tensor | None  # [T, len(layers) * h] residual stream behind each of `layers`
+    layers: tuple[int, ...]
+
+    def features(self, layers: tuple[int, ...]) -> torch.Tensor:
+        """[T, F]: the outputs of `layers` side by side, all of which were captured; of none: `normed`."""
+        if not layers:
+            return self.normed
+        assert self.captured is not None, "the runner captures what its drafters name"
+        if layers == self.layers:
+            return self.captured
+        h = self.normed.shape[1]
+        parts = [self.captured[:, i * h : (i + 1) * h] for i in map(self.layers.index, layers)]
+        return torch.cat(parts, dim=1)
 
 
 class Drafter(Protocol):
     """One drafting method. Calls come in the order admit, prefill*, (propose, catch_up)*, release, per slot.
 
-    A drafter never decides whether to draft: the plan says for which rows and how many tokens at most.
+    A drafter never decides whether to draft: the plan says for which rows and how many tokens at most. It follows a
+    sequence if the sequence's admission names it: then prefill or catch_up is called for every step of it, whatever
+    method drafted.
     """
 
     method: SpeculationMethod
+    keeps_state: bool  # of sequences, that is: has to follow them; False for what reads the tokens alone
+    hidden_layers: tuple[int, ...] | None  # target layers it reads; (): the last hidden state; None: nothing
 
     def admit(self, admission: Admission) -> None:
         """A sequence takes a slot; its first num_draft_cached_tokens already have valid draft KV."""
@@ -55,12 +90,12 @@ class Drafter(Protocol):
         """
         ...
 
-    def prefill(self, progress: Sequence[TargetProgress]) -> None:
+    def prefill(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
         """Follows prefill rows of the target, after the result was published."""
         ...
 
-    def catch_up(self, progress: Sequence[TargetProgress]) -> None:
-        """Follows verified rows: replaces provisional state by what the target accepted, after the publish."""
+    def catch_up(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
+        """Follows decode rows: replaces provisional state by what the target accepted, after the publish."""
         ...
 
     def num_computed_after(self, progress: TargetProgress) -> int:

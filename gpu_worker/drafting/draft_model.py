@@ -15,7 +15,7 @@ import torch
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.batching import SequenceRows, build_forward_batch
 from gpu_worker.draft_tree import DraftTree, chain_tree
-from gpu_worker.drafting.base import DraftRequest, TargetProgress
+from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.base import CausalLM
 from gpu_worker.request_state import RequestTable
@@ -33,6 +33,8 @@ class DraftModelDrafter:
     """
 
     method = SpeculationMethod.DRAFT_MODEL
+    keeps_state = True
+    hidden_layers = None
 
     def __init__(
         self,
@@ -67,11 +69,11 @@ class DraftModelDrafter:
         self._computed[slot] = self._num_fed[slot] = 0
         self._carried[slot] = None
 
-    def prefill(self, progress: Sequence[TargetProgress]) -> None:
+    def prefill(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
         """Computes the draft's KV of the prompt rows that the target has just computed."""
         self._consume([(p.slot, p.num_known) for p in progress])
 
-    def catch_up(self, progress: Sequence[TargetProgress]) -> None:
+    def catch_up(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
         """Keeps the KV of accepted drafts (it depends on the tokens alone) and consumes what is missing behind."""
         for p in progress:
             self._settle(p)
@@ -113,8 +115,7 @@ class DraftModelDrafter:
         for i, request in enumerate(requests):
             self._num_fed[request.slot] = max(len(drafts[i]) - 1, 0)
         roots = [int(table.known(request.slot)[-1]) for request in requests]
-        tree = chain_tree(roots, drafts, table.device)
-        return _with_laws(tree, laws)
+        return chain_tree(roots, drafts, table.device).with_laws(laws)
 
     def _settle(self, progress: TargetProgress) -> None:
         slot = progress.slot
@@ -176,16 +177,3 @@ class DraftModelDrafter:
         if self._sampler.proposes_best(slots):
             return self._model.compute_argmax(hidden).tolist(), None
         return self._sampler.propose(self._model.compute_logits(hidden), slots, positions, drafted)
-
-
-def _with_laws(tree: DraftTree, laws: list[list[torch.Tensor]]) -> DraftTree:
-    """The tree with the laws that its draft tokens were drawn from, where there are any."""
-    if not any(laws):
-        return tree
-    example = next(law[0] for law in laws if law)
-    q = torch.zeros((tree.num_nodes, example.shape[-1]), dtype=torch.float32, device=example.device)
-    for r, law in enumerate(laws):
-        if law:
-            start = int(tree.indptr[r]) + 1
-            q[start : start + len(law)] = torch.stack(law)
-    return DraftTree(tree.indptr, tree.tokens, tree.parents, tree.depths, q)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gpu_worker.draft_tree import DraftTree, chain_tree
-from gpu_worker.drafting.base import DraftRequest, TargetProgress
+from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.request_state import Int64Array, RequestTable
 from shared_mem.enums import SpeculationMethod
 from shared_mem.records import Admission
@@ -17,6 +17,8 @@ class NgramDrafter:
     """Proposes a chain copied from prompt + output; needs no weights and no KV."""
 
     method = SpeculationMethod.NGRAM
+    keeps_state = False
+    hidden_layers = None
 
     def __init__(self, table: RequestTable, min_match: int = 2, max_match: int = 8) -> None:
         self._table = table
@@ -39,10 +41,10 @@ class NgramDrafter:
             drafts.append(lookup(tokens, request.num_draft_tokens, self._min_match, self._max_match))
         return chain_tree(roots, drafts, self._table.device)
 
-    def prefill(self, progress: Sequence[TargetProgress]) -> None:
+    def prefill(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
         """Nothing to compute."""
 
-    def catch_up(self, progress: Sequence[TargetProgress]) -> None:
+    def catch_up(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
         """Nothing to compute."""
 
     def num_computed_after(self, progress: TargetProgress) -> int:

@@ -6,6 +6,7 @@ precision.
 
 from __future__ import annotations
 
+import copy
 from typing import Literal, Protocol
 
 import torch
@@ -70,6 +71,19 @@ class Int8Linear:
         self.scale = scale  # [out] float32
         self.bias = bias
 
+    def select(self, rows: torch.Tensor) -> Int8Linear:
+        """The output rows [n] int64 with their scales, not quantised anew."""
+        rows = rows.to(self.scale.device)
+        chosen = copy.copy(self)
+        chosen.out_features = len(rows)
+        chosen.weight = self.weight[rows]
+        if chosen.weight.device.type == "cuda":
+            chosen.weight = F.pad(chosen.weight, (0, 0, 0, -len(rows) % _CUDA_MULTIPLE))
+        chosen._weight_t = chosen.weight.t()
+        chosen.scale = self.scale[rows]
+        chosen.bias = None if self.bias is None else self.bias[rows]
+        return chosen
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, in] float32 -> [M, out] float32."""
         row_scale = x.abs().amax(dim=1, keepdim=True).mul_(1.0 / _INT8_MAX).clamp_min_(_SMALLEST_SCALE)
@@ -85,6 +99,15 @@ class Int8Linear:
         pad_in = self._weight_t.shape[0] - self.in_features
         product = torch._int_mm(F.pad(quantised, (0, pad_in, 0, pad_rows)), self._weight_t)
         return product[:rows, : self.out_features]
+
+
+def select_rows(linear: AnyLinear, rows: torch.Tensor) -> AnyLinear:
+    """A linear of the output rows [n] int64 of another one, bit for bit the same weights."""
+    if isinstance(linear, Int8Linear):
+        return linear.select(rows)
+    assert isinstance(linear, Linear), "the kinds of make_linear"
+    rows = rows.to(linear.weight.device)
+    return Linear(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
 
 
 def make_linear(

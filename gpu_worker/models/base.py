@@ -13,6 +13,24 @@ from gpu_worker.layers.linear import Precision
 from gpu_worker.models.config import ModelConfig
 
 
+class OutputHead(Protocol):
+    """Rows of an output head: all of a vocabulary or a part of it. Columns are positions in that part."""
+
+    num_columns: int
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """normed [M, h] -> [M, num_columns] float32."""
+        ...
+
+    def argmax(self, normed: torch.Tensor) -> torch.Tensor:
+        """normed [M, h] -> [M] int64, the best column; the lowest of equals."""
+        ...
+
+    def topk(self, normed: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(columns [M, k] int64, their logits [M, k], log-sum-exp of all logits [M]), best first; k is at most 64."""
+        ...
+
+
 class CausalLM(Protocol):
     """A decoder whose weights are loaded; stateless, so target and drafts may share it."""
 
@@ -43,6 +61,20 @@ class CausalLM(Protocol):
         A model in torch plans `attention` for the batch and runs it per layer; one with kernels of its own has no
         use for it. Returns hidden [T, h], after the final norm.
         """
+        ...
+
+    def forward_capturing(
+        self, batch: ForwardBatch, pool: Any, attention: AttentionBackend, layers: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`forward`, and the residual stream behind each of `layers` (0-based), for heads that draft from it.
+
+        Returns hidden [T, h] and captured [T, len(layers) * h], the layers side by side in the order given; None for
+        no layers. The last layer's is what the final norm reads.
+        """
+        ...
+
+    def output_head(self, token_ids: torch.Tensor | None = None) -> OutputHead:
+        """The output head, or only its rows of token_ids [n] int64: a draft vocabulary. Shares weights if whole."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

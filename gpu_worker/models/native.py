@@ -17,14 +17,14 @@ from gpu_worker.kernels.kv_pool import NativeKVPool
 from gpu_worker.kernels.linear import BlockKind, PackedLinear, WeightFormat
 from gpu_worker.kernels.native import NativeKernels, ThreadTeam
 from gpu_worker.layers.linear import Precision
-from gpu_worker.layers.rotary import inverse_frequencies
+from gpu_worker.layers.rotary import RopeConfig, inverse_frequencies
 from gpu_worker.models.base import TensorSource
 from gpu_worker.models.config import ModelConfig
 
 # What float tensors become, by precision. Quantised tensors of a GGUF stay as they are under "int8" where a kernel
 # knows their type: that is exact, and 4-bit blocks are half the bytes to read.
-_FORMATS: dict[Precision, WeightFormat] = {"int8": WeightFormat.Q8_0, "bfloat16": WeightFormat.BF16}
-NATIVE_PRECISIONS: tuple[Precision, ...] = tuple(_FORMATS)
+FLOAT_FORMATS: dict[Precision, WeightFormat] = {"int8": WeightFormat.Q8_0, "bfloat16": WeightFormat.BF16}
+NATIVE_PRECISIONS: tuple[Precision, ...] = tuple(FLOAT_FORMATS)
 # W8 needs activations in groups of 64; the block formats take 32, which is closer to the float product.
 _ACTIVATION_GROUPS = {WeightFormat.W8: 64}
 _DEFAULT_GROUP = 32
@@ -44,6 +44,28 @@ class BlockSource(Protocol):
     def read_blocks(self, name: str, shape: tuple[int, ...]) -> tuple[str, torch.Tensor] | None:
         """(type name, [rows, bytes per row] uint8), or None for a tensor that is not quantised."""
         ...
+
+
+class NativeOutputHead:
+    """Implements models.base.OutputHead over a packed linear [columns, h]."""
+
+    def __init__(self, linear: PackedLinear, team: ThreadTeam, activation_group: int) -> None:
+        self.linear = linear
+        self.num_columns = linear.out_features
+        self._team = team
+        self._group = activation_group
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """See OutputHead.logits."""
+        return self.linear.run(self._team, normed.contiguous(), self._group)
+
+    def argmax(self, normed: torch.Tensor) -> torch.Tensor:
+        """See OutputHead.argmax."""
+        return self.linear.argmax(self._team, normed.contiguous(), self._group)
+
+    def topk(self, normed: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See OutputHead.topk."""
+        return self.linear.topk(self._team, normed.contiguous(), k, self._group)
 
 
 class NativeCausalLM:
@@ -68,6 +90,8 @@ class NativeCausalLM:
         """lm_head has exactly config.vocab_size columns; rotary is (cos, sin), each [positions, head_dim / 2]."""
         self.config = config
         self.precision: Precision = precision
+        self.kernels = kernels
+        self.embedding = embedding
         self.lm_head = lm_head
         self.team = team
         self.activation_group = shape.activation_group
@@ -108,14 +132,14 @@ class NativeCausalLM:
         pool: NativeKVPool,
         attention: AttentionBackend | None,
         layers: tuple[int, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """forward, and the residual stream after each of `layers` (counted from 0) side by side, in their order.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See CausalLM.forward_capturing; both float32. Raises KernelError for a layer that the model lacks."""
+        return self._decoder.forward(batch, pool, self.team, layers)
 
-        Returns hidden [T, h] and captured [T, len(layers) * h], both float32. Raises KernelError for a layer that the
-        model lacks.
-        """
-        hidden, captured = self._decoder.forward(batch, pool, self.team, layers)
-        return hidden, hidden.new_empty(len(hidden), 0) if captured is None else captured
+    def output_head(self, token_ids: torch.Tensor | None = None) -> NativeOutputHead:
+        """See CausalLM.output_head."""
+        linear = self.lm_head if token_ids is None else self.lm_head.select(token_ids)
+        return NativeOutputHead(linear, self.team, self.activation_group)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See CausalLM.compute_logits."""
@@ -150,6 +174,13 @@ class NativeCausalLM:
         )
 
 
+def rotary_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines as the kernels take them, each [num_positions, head_dim / 2] float32."""
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    angles = positions[:, None] * inverse_frequencies(rope, head_dim)
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+
+
 def build_native(
     config: ModelConfig,
     tensors: TensorSource,
@@ -166,9 +197,9 @@ def build_native(
     quantised tensors of a GGUF are dequantised and packed like floats. Raises ModelError for a missing or misshapen
     tensor, or another precision.
     """
-    if precision not in _FORMATS:
-        raise ModelError(f"precision: {precision!r}: the CPU kernels compute in {', '.join(_FORMATS)}")
-    format = _FORMATS[precision] if float_format is None else float_format
+    if precision not in FLOAT_FORMATS:
+        raise ModelError(f"precision: {precision!r}: the CPU kernels compute in {', '.join(FLOAT_FORMATS)}")
+    format = FLOAT_FORMATS[precision] if float_format is None else float_format
     keep_blocks = keep_blocks and precision == "int8"
     return _Builder(config, tensors, precision, kernels, team, format, keep_blocks).build()
 
@@ -207,9 +238,6 @@ class _Builder:
             ends = threads.submit(self._embedding_and_head)  # the largest tensors first
             layers = list(threads.map(lambda layer: self._layer(layer, shape), range(config.num_layers)))
             embedding, head = ends.result()
-        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-        angles = positions[:, None] * inverse_frequencies(config.rope, config.head_dim)
-        factor = config.rope.attention_factor
         return NativeCausalLM(
             config,
             self._precision,
@@ -217,7 +245,7 @@ class _Builder:
             self._team,
             shape,
             embedding,
-            (angles.cos() * factor, angles.sin() * factor),
+            rotary_tables(config.rope, config.head_dim, config.max_position_embeddings),
             layers,
             self._norm("model.norm", config.hidden_size),
             head,

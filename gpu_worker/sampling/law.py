@@ -29,6 +29,20 @@ class Law:
         ids = self.log_weights.shape[1] if self.token_ids is None else self.token_ids
         return self.tokens_at((self.log_weights + keyed_gumbel(keys, ids)).argmax(dim=-1))
 
+    def best(self, count: int, keys: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `count` candidates of largest weight, [n, count] ids and their log-probabilities, best first.
+
+        With keys [n] each weight first gets the Gumbel noise that `draw` would add: the best is what it would draw.
+        """
+        weights = self.log_weights
+        if keys is not None:
+            weights = weights + keyed_gumbel(
+                keys, weights.shape[1] if self.token_ids is None else self.token_ids
+            )
+        values, columns = weights.topk(min(count, weights.shape[1]), dim=-1)
+        ids = columns if self.token_ids is None else self.token_ids.gather(1, columns)
+        return ids, values - weights.logsumexp(dim=-1, keepdim=True)
+
     def probabilities(self) -> torch.Tensor:
         """[n, K] float32, rows sum to 1; computed in float64, so that K does not change a value."""
         return torch.softmax(self.log_weights.to(torch.float64), dim=-1).to(torch.float32)

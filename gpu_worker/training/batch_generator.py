@@ -170,7 +170,16 @@ class BatchGenerator:
         running = self._running[slot] = _Running(request, slot, self._epoch)
         token_ids = np.array(request.token_ids, dtype=np.int32)
         admissions.append(
-            Admission(slot, self._epoch, token_ids, len(request.token_ids), 0, 0, request.sampling)
+            Admission(
+                slot,
+                self._epoch,
+                token_ids,
+                len(request.token_ids),
+                0,
+                0,
+                request.sampling,
+                1 << request.method,
+            )
         )
         first = slot * self._pages_per_slot
         pages = np.arange(first, first + self._pages_per_slot, dtype=np.int32)

@@ -3,29 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from gpu_worker.drafting.tree_growth import TreeShape
 from gpu_worker.models.base import CausalLM
 from gpu_worker.request_state import RequestTable
 from shared_mem.enums import SpeculationMethod
 from tests.harness.engine import InProcessEngine
 from tests.harness.scripted_drafters import Script, ScriptedDrafter, junk, oracle, wrong_at
+from tests.harness.tiny_heads import KINDS, tiny_head
 
 NAMES = ("ngram", "draft-model", "oracle", "wrong-at-2", "junk", "oracle-tree", "wrong-tree", "junk-tree")
+HEAD_NAMES = tuple(f"{kind}/{shape}" for kind in KINDS for shape in ("chain", "tree"))
+
+METHOD_OF_HEAD = {
+    "eagle": SpeculationMethod.EAGLE,
+    "eagle-full": SpeculationMethod.EAGLE,
+    "eagle3": SpeculationMethod.EAGLE3,
+    "eagle3-normed": SpeculationMethod.EAGLE3,
+    "mtp": SpeculationMethod.MTP,
+}
 
 # Scripted drafters stand in for the n-gram method: no plan can tell them apart.
 SCRIPTED = SpeculationMethod.NGRAM
 
 
 def make_engine(
-    name: str, target: CausalLM, references: Mapping[tuple[int, ...], Sequence[int]], **settings: Any
+    name: str,
+    target: CausalLM,
+    references: Mapping[tuple[int, ...], Sequence[int]],
+    directory: Path | None = None,
+    **settings: Any,
 ) -> InProcessEngine:
-    """An engine whose default method drafts as `name` says."""
+    """An engine whose default method drafts as `name` says; `directory`: the target's, for a head made from it."""
     vocab_size = target.config.vocab_size
     if name == "ngram":
         return InProcessEngine(target, ngram=True, **settings)
     if name == "draft-model":
         return InProcessEngine(target, draft=target.truncated(1), **settings)
+    if "/" in name:
+        kind, shape = name.split("/")
+        tree = TreeShape(max_depth=3, max_children=4) if shape == "tree" else None
+        settings = {"num_draft_tokens": 9 if tree else 4} | settings
+        head = tiny_head(kind, target, directory)
+        return InProcessEngine(target, heads={METHOD_OF_HEAD[kind]: head}, tree=tree, **settings)
     scripts: dict[str, Script] = {
         "oracle": oracle(references),
         "wrong": wrong_at(2, oracle(references), vocab_size),

@@ -12,10 +12,13 @@ from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.cpu import CPUAttention
 from gpu_worker.drafting.base import Drafter
 from gpu_worker.drafting.draft_model import DraftModelDrafter
+from gpu_worker.drafting.hidden_state import HiddenStateDrafter
 from gpu_worker.drafting.ngram import NgramDrafter
-from gpu_worker.kv_pool import KVPool
+from gpu_worker.drafting.tree_growth import TreeShape
+from gpu_worker.kv_pool import KVPool, PagedPool
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.base import CausalLM
+from gpu_worker.models.heads.base import DraftHead
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler
 from scheduler_svc.messages import (
@@ -65,6 +68,8 @@ class InProcessEngine:
         *,
         draft: CausalLM | None = None,
         ngram: bool = False,
+        heads: Mapping[SpeculationMethod, DraftHead] | None = None,
+        tree: TreeShape | None = None,
         scripted: Mapping[SpeculationMethod, DrafterFactory] | None = None,
         page_size: int = 4,
         num_pages: int = 256,
@@ -99,6 +104,12 @@ class InProcessEngine:
                 self.table,
                 max_batched_tokens,
             )
+        self.head_pools: dict[SpeculationMethod, PagedPool] = {}
+        for method, head in (heads or {}).items():
+            pool = self.head_pools[method] = head.new_pool(num_pages, page_size)
+            self.drafters[method] = HiddenStateDrafter(
+                method, head, pool, attention(), self.sampler, self.table, num_pages, tree
+            )
         for method, factory in (scripted or {}).items():
             self.drafters[method] = factory(self.table)
         self.runner = ModelRunner(target, self.pool, attention(), self.sampler, self.table, self.drafters)
@@ -116,8 +127,9 @@ class InProcessEngine:
                     "",
                     num_draft_tokens,
                     draft_limit if method is SpeculationMethod.DRAFT_MODEL else 0,
+                    drafter.hidden_layers is not None,
                 )
-                for method in self.drafters
+                for method, drafter in self.drafters.items()
             },
             default_method=next(iter(self.drafters), SpeculationMethod.DISABLED),
             default_num_draft_tokens=num_draft_tokens,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gpu_worker.draft_tree import DraftTree, chain_tree
-from gpu_worker.drafting.base import DraftRequest, TargetProgress
+from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.request_state import RequestTable
 from shared_mem.enums import SpeculationMethod
 from shared_mem.records import Admission
@@ -51,6 +51,9 @@ def junk(vocab_size: int) -> Script:
 class ScriptedDrafter:
     """A chain from the script or, with siblings, a tree whose true path comes after junk siblings at every level."""
 
+    keeps_state = False
+    hidden_layers = None
+
     def __init__(
         self,
         table: RequestTable,
@@ -73,10 +76,10 @@ class ScriptedDrafter:
     def release(self, slot: int) -> None:
         """Nothing to forget."""
 
-    def prefill(self, progress: Sequence[TargetProgress]) -> None:
+    def prefill(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
         """Nothing to compute."""
 
-    def catch_up(self, progress: Sequence[TargetProgress]) -> None:
+    def catch_up(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
         """Nothing to compute."""
 
     def num_computed_after(self, progress: TargetProgress) -> int:

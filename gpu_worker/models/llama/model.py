@@ -12,9 +12,10 @@ from gpu_worker.forward_batch import ForwardBatch
 from gpu_worker.kv_pool import KVPool
 from gpu_worker.layers.attention import Attention
 from gpu_worker.layers.embedding import Embedding
-from gpu_worker.layers.linear import AnyLinear, Precision
+from gpu_worker.layers.linear import AnyLinear, Precision, select_rows
 from gpu_worker.layers.mlp import GatedMLP
 from gpu_worker.layers.norm import RMSNorm
+from gpu_worker.layers.output_head import TorchOutputHead
 from gpu_worker.layers.rotary import RotaryEmbedding
 from gpu_worker.models.config import ModelConfig
 
@@ -92,12 +93,29 @@ class LlamaForCausalLM:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool, attention: AttentionBackend) -> torch.Tensor:
         """See CausalLM.forward."""
+        return self.forward_capturing(batch, pool, attention, ())[0]
+
+    @torch.inference_mode()
+    def forward_capturing(
+        self, batch: ForwardBatch, pool: KVPool, attention: AttentionBackend, layers: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See CausalLM.forward_capturing."""
         attention.plan(batch.attention)
         cos, signed_sin = self.rotary.at(batch.positions)
         x = self.embedding(batch.input_ids)
-        for layer in self.layers:
+        behind: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self.layers):
             x = layer(x, cos, signed_sin, batch, pool, attention)
-        return self.final_norm(x)
+            if index in layers:
+                behind[index] = x
+        captured = torch.cat([behind[index] for index in layers], dim=1) if layers else None
+        return self.final_norm(x), captured
+
+    def output_head(self, token_ids: torch.Tensor | None = None) -> TorchOutputHead:
+        """See CausalLM.output_head."""
+        if token_ids is None:
+            return TorchOutputHead(self.lm_head)
+        return TorchOutputHead(select_rows(self.lm_head, token_ids))
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,151 @@
+"""Loads what the drafting methods need and builds their drafters: a draft model, heads, or nothing at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from gpu_worker.attention.cpu import CPUAttention
+from gpu_worker.config import WorkerConfig
+from gpu_worker.drafting.base import Drafter
+from gpu_worker.drafting.draft_model import DraftModelDrafter
+from gpu_worker.drafting.hidden_state import HiddenStateDrafter
+from gpu_worker.drafting.ngram import NgramDrafter
+from gpu_worker.drafting.tree_growth import TreeShape
+from gpu_worker.errors import ModelError
+from gpu_worker.kernels.native import ThreadTeam
+from gpu_worker.models.base import CausalLM
+from gpu_worker.models.heads.base import DraftHead
+from gpu_worker.models.heads.build import build_head
+from gpu_worker.request_state import RequestTable
+from gpu_worker.sampling.sampler import Sampler
+from gpu_worker.weights.head_checkpoint import load_head
+from gpu_worker.weights.loader import load_model
+from gpu_worker.weights.resolve import resolve_model
+from gpu_worker.weights.token_map import check_same_token_map
+from gpu_worker.weights.tokenizer_export import export_tokenizer
+from shared_mem.control import DrafterFacts
+from shared_mem.enums import SpeculationMethod
+
+HEAD_METHODS = (SpeculationMethod.EAGLE, SpeculationMethod.EAGLE3, SpeculationMethod.MTP)
+
+_LAYERS_PREFIX = "layers:"
+_SHIPPED = Path(__file__).parent / "shipped_heads"  # by method label, for the embedded model
+
+
+@dataclass(frozen=True)
+class DraftWeights:
+    """The models behind the drafting methods that have any."""
+
+    model: CausalLM | None = None
+    heads: dict[SpeculationMethod, DraftHead] = field(default_factory=dict)
+    paths: dict[SpeculationMethod, str] = field(default_factory=dict)  # where each came from
+
+    def bytes_per_page(self, page_size: int) -> int:
+        """Bytes that a KV page takes in all of their pools together."""
+        pools = [*self.heads.values()] if self.model is None else [self.model, *self.heads.values()]
+        return sum(pool.bytes_per_page(page_size) for pool in pools)
+
+
+def load_draft_weights(
+    config: WorkerConfig,
+    target: CausalLM,
+    tokenizer_path: Path,
+    dtype: str,
+    device: torch.device,
+    team: ThreadTeam | None,
+) -> DraftWeights:
+    """Everything that the methods of `config.speculation` draft with. Raises ModelError naming what does not fit."""
+    weights = DraftWeights()
+    given = dict(config.heads)
+    for method in config.speculation:
+        if method in HEAD_METHODS:
+            path = given.get(method) or _shipped_head(method, config)
+            checkpoint = load_head(path, target.config)
+            if checkpoint.config.kind.value != method.label:
+                raise ModelError(f"{path}: holds a head of kind {checkpoint.config.kind}, not {method.label}")
+            weights.heads[method] = build_head(checkpoint.config, checkpoint.tensors, target)
+            weights.paths[method] = path
+    if SpeculationMethod.DRAFT_MODEL not in config.speculation:
+        return weights
+    weights.paths[SpeculationMethod.DRAFT_MODEL] = config.draft_model
+    model = _load_draft_model(config.draft_model, target, tokenizer_path, dtype, device, team)
+    return DraftWeights(model, weights.heads, weights.paths)
+
+
+def build_drafters(
+    config: WorkerConfig,
+    weights: DraftWeights,
+    sampler: Sampler,
+    table: RequestTable,
+    num_pages: int,
+) -> tuple[dict[SpeculationMethod, Drafter], tuple[DrafterFacts, ...]]:
+    """One drafter per loaded method, and what the scheduler has to know of each."""
+    drafters: dict[SpeculationMethod, Drafter] = {}
+    facts: list[DrafterFacts] = []
+    for method in config.speculation:
+        limit = 0
+        if method is SpeculationMethod.NGRAM:
+            drafters[method] = NgramDrafter(table)
+        elif method is SpeculationMethod.DRAFT_MODEL:
+            assert weights.model is not None, "loaded with the others"
+            limit = weights.model.config.max_position_embeddings
+            drafters[method] = DraftModelDrafter(
+                weights.model,
+                weights.model.new_pool(num_pages, config.page_size),
+                CPUAttention(table.device),
+                sampler,
+                table,
+                config.max_batched_tokens,
+            )
+        else:
+            head = weights.heads[method]
+            limit = head.config.max_position_embeddings
+            drafters[method] = HiddenStateDrafter(
+                method,
+                head,
+                head.new_pool(num_pages, config.page_size),
+                CPUAttention(table.device),
+                sampler,
+                table,
+                num_pages,
+                TreeShape(config.max_draft_depth) if config.draft_shape == "tree" else None,
+            )
+        reads_hidden = drafters[method].hidden_layers is not None
+        path = weights.paths.get(method, "")
+        facts.append(DrafterFacts(int(method), path, config.num_draft_tokens, limit, reads_hidden))
+    return drafters, tuple(facts)
+
+
+def _shipped_head(method: SpeculationMethod, config: WorkerConfig) -> str:
+    path = _SHIPPED / method.label
+    if config.model == "" and path.is_dir():
+        return str(path)
+    what = "the embedded model" if config.model == "" else config.model
+    raise ModelError(f"heads: none is given for {method.label}, and none ships for {what}")
+
+
+def _load_draft_model(
+    spec: str,
+    target: CausalLM,
+    tokenizer_path: Path,
+    dtype: str,
+    device: torch.device,
+    team: ThreadTeam | None,
+) -> CausalLM:
+    """A model checked to speak the target's token ids; `layers:N` is the target cut to N layers."""
+    if spec.startswith(_LAYERS_PREFIX):
+        count = spec.removeprefix(_LAYERS_PREFIX)
+        if not count.isdigit() or not 1 <= int(count) <= target.num_layers:
+            raise ModelError(f"draft_model: {spec!r}: layers must be 1..{target.num_layers}")
+        return target.truncated(int(count))
+    draft_source = resolve_model(spec)
+    check_same_token_map(tokenizer_path, export_tokenizer(draft_source))
+    draft = load_model(draft_source, dtype, device, team)
+    if draft.config.vocab_size < target.config.vocab_size:
+        raise ModelError(
+            f"draft_model: {spec}: knows {draft.config.vocab_size} ids, the target {target.config.vocab_size}"
+        )
+    return draft

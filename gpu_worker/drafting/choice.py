@@ -1,0 +1,49 @@
+"""How a head's output becomes draft tokens: the best id, a draw under the request's own rule, or the best children."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_worker.models.heads.base import DraftHead, target_ids
+from gpu_worker.sampling.sampler import Sampler
+
+
+class ChoiceOfDrafts:
+    """Greedy requests without adjustments never see logits; for the others the draft vocabulary is spread out."""
+
+    def __init__(self, head: DraftHead, sampler: Sampler) -> None:
+        self._head = head
+        self._sampler = sampler
+
+    def best(
+        self, normed: torch.Tensor, slots: list[int], positions: list[int], drafted: list[list[int]]
+    ) -> tuple[list[int], torch.Tensor | None]:
+        """The draft token behind each row of normed [M, h] and the law it was drawn from: see Sampler.propose."""
+        if self._sampler.proposes_best(slots):
+            return target_ids(self._head, self._head.output.argmax(normed)).tolist(), None
+        return self._sampler.propose(self._logits(normed), slots, positions, drafted)
+
+    def children(
+        self,
+        normed: torch.Tensor,
+        slots: list[int],
+        positions: list[int],
+        drafted: list[list[int]],
+        count: int,
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """For each row the `count` ids that the target is most likely to draw next, with their log-probabilities."""
+        count = min(count, self._head.output.num_columns)
+        if self._sampler.proposes_best(slots):
+            columns, logits, normaliser = self._head.output.topk(normed, count)
+            return target_ids(self._head, columns).tolist(), (logits - normaliser[:, None]).tolist()
+        ids, values = self._sampler.propose_children(self._logits(normed), slots, positions, drafted, count)
+        return ids.tolist(), values.tolist()
+
+    def _logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """[M, V] float32 over the target's ids; what the head cannot draft is -inf."""
+        logits = self._head.output.logits(normed)
+        ids = self._head.token_ids
+        if ids is None:
+            return logits
+        full = logits.new_full((len(logits), self._head.config.vocab_size), -torch.inf)
+        return full.index_copy_(1, ids, logits)

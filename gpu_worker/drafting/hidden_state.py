@@ -1,0 +1,238 @@
+"""Drafting from the target's hidden states: EAGLE-1, EAGLE-2, EAGLE-3 and MTP by the configuration of their head.
+
+Sources: EAGLE (arXiv 2401.15077, section 4), EAGLE-2 (2406.16858, section 4), EAGLE-3 (2503.01840, section 3), MTP
+(DeepSeek-V3, 2412.19437, section 2.2). Tokens are counted from 0 here. The pair (t_i, H_{i-1}), of a token and the
+target's hidden state before it, predicts t_{i+1}; its KV lies at slot i of the sequence's pages, the slot of its token,
+so that a page's draft KV depends on the page's own prefix alone and a prefix hit resumes exactly. What a hit needs
+besides is the hidden state at the end of its last page: those are kept beside the KV, one per page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gpu_worker.attention.base import AttentionBackend
+from gpu_worker.batching import SequenceRows, build_forward_batch
+from gpu_worker.draft_tree import DraftTree, chain_tree
+from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
+from gpu_worker.drafting.choice import ChoiceOfDrafts
+from gpu_worker.drafting.tree_growth import TreeShape, grow_trees
+from gpu_worker.kv_pool import PagedPool
+from gpu_worker.models.heads.base import DraftHead, HeadRows
+from gpu_worker.request_state import RequestTable
+from gpu_worker.sampling.sampler import Sampler
+from shared_mem.enums import SpeculationMethod
+from shared_mem.records import Admission
+
+
+class HiddenStateDrafter:
+    """Chains or trees from a decoder head; a high-water mark per slot says how far its KV is valid.
+
+    Expansion of a round (draft tokens behind the last known one) writes provisional KV, which the next catch-up
+    overwrites with pairs made of the target's own hidden states.
+    """
+
+    keeps_state = True
+
+    def __init__(
+        self,
+        method: SpeculationMethod,
+        head: DraftHead,
+        pool: PagedPool,
+        attention: AttentionBackend,
+        sampler: Sampler,
+        table: RequestTable,
+        num_pages: int,
+        shape: TreeShape | None = None,
+    ) -> None:
+        """`shape` None drafts chains."""
+        self.method = method
+        config = head.config
+        self.hidden_layers = config.feature_layers
+        self._head = head
+        self._pool = pool
+        self._attention = attention
+        self._table = table
+        self._choice = ChoiceOfDrafts(head, sampler)
+        self._shape = shape
+        slots, h, size = table.num_slots, config.hidden_size, config.feature_size
+        device = head.device
+        self._computed = np.zeros(slots, dtype=np.int64)  # leading tokens with valid draft KV
+        self._ready = np.zeros(slots, dtype=np.bool_)  # the mark has reached the last known token
+        self._recycled = torch.zeros(slots, h, device=device)  # the head's outputs at that token
+        self._normed = torch.zeros(slots, h, device=device)
+        self._before = torch.zeros(slots, size, device=device)  # target features of the last computed token
+        self._page_ends = torch.zeros(num_pages, size, device=device)  # of the last token of each full page
+
+    def admit(self, admission: Admission) -> None:
+        """See Drafter.admit; pages of a prefix hit hold this drafter's KV wherever they hold the target's."""
+        self._computed[admission.slot] = admission.num_cached_tokens
+        self._ready[admission.slot] = False
+
+    def release(self, slot: int) -> None:
+        """See Drafter.release."""
+        self._computed[slot] = 0
+        self._ready[slot] = False
+
+    def prefill(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
+        """See Drafter.prefill; a chunk's first pair needs the hidden state before it, kept or from a page's end."""
+        for p in progress:
+            first, slot = p.first, p.slot
+            if first == self._computed[slot] and first > 0 and first % self._table.page_size == 0:
+                page = int(self._table.pages[slot, first // self._table.page_size - 1])
+                self._before[slot] = self._page_ends[page]
+        self._consume(progress, hidden)
+
+    def catch_up(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
+        """See Drafter.catch_up."""
+        self._consume(progress, hidden)
+
+    def num_computed_after(self, progress: TargetProgress) -> int:
+        """See Drafter.num_computed_after."""
+        return self._goal(progress)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> DraftTree:
+        """See Drafter.propose."""
+        wanted = [self._room(request) for request in requests]
+        if self._shape is not None:
+            return self._trees(requests, wanted)
+        return self._chains(requests, wanted)
+
+    def _room(self, request: DraftRequest) -> int:
+        """Draft tokens that this request can get; the last one needs no KV."""
+        slot = request.slot
+        if not self._ready[slot]:
+            return 0
+        limit = min(self._head.config.max_position_embeddings, self._table.capacity(slot))
+        return max(0, min(request.num_draft_tokens, limit - int(self._table.num_tokens[slot]) + 1))
+
+    def _chains(self, requests: Sequence[DraftRequest], wanted: list[int]) -> DraftTree:
+        table = self._table
+        drafts: list[list[int]] = [[] for _ in requests]
+        laws: list[list[torch.Tensor]] = [[] for _ in requests]
+        active = [i for i, count in enumerate(wanted) if count > 0]
+        if active:
+            slots = torch.tensor([requests[i].slot for i in active], device=self._head.device)
+            state = HeadRows(self._recycled[slots], self._normed[slots])
+        for step in range(max(wanted, default=0)):
+            still = [j for j, i in enumerate(active) if wanted[i] > step]
+            if len(still) < len(active):
+                state = state.select(torch.tensor(still, device=self._head.device))
+                active = [active[j] for j in still]
+            names = [requests[i].slot for i in active]
+            if step:
+                state = self._step(names, [drafts[i][-1] for i in active], step - 1, state)
+            positions = [int(table.num_tokens[slot]) + step for slot in names]
+            tokens, q = self._choice.best(state.normed, names, positions, [drafts[i] for i in active])
+            for j, i in enumerate(active):
+                drafts[i].append(tokens[j])
+                if q is not None:
+                    laws[i].append(q[j])
+        roots = [int(table.known(request.slot)[-1]) for request in requests]
+        return chain_tree(roots, drafts, table.device).with_laws(laws)
+
+    def _step(self, slots: list[int], tokens: list[int], offset: int, state: HeadRows) -> HeadRows:
+        """One draft step: the token `offset` places behind the known ones, paired with the head's own state."""
+        lengths = [int(self._table.num_tokens[slot]) for slot in slots]
+        rows = [
+            SequenceRows(slot, n + offset, 0, (token,), (n + offset,))
+            for slot, n, token in zip(slots, lengths, tokens, strict=True)
+        ]
+        batch = build_forward_batch(self._table, rows)
+        return self._head.forward(batch, state.recycled, self._pool, self._attention, recycled=True)
+
+    def _trees(self, requests: Sequence[DraftRequest], wanted: list[int]) -> DraftTree:
+        assert self._shape is not None, "chains otherwise"
+
+        def expand(rows: list[SequenceRows], recycled: torch.Tensor) -> HeadRows:
+            batch = build_forward_batch(self._table, rows)
+            return self._head.forward(batch, recycled, self._pool, self._attention, recycled=True)
+
+        slots = [request.slot for request in requests]
+        index = torch.tensor(slots, device=self._head.device)
+        state = HeadRows(self._recycled[index], self._normed[index])
+        return grow_trees(self._table, slots, wanted, self._shape, state, expand, self._choice)
+
+    def _goal(self, progress: TargetProgress) -> int:
+        """Where the mark will be: every known token whose predecessor's hidden state there is, and that has a slot."""
+        return min(
+            progress.num_known,
+            self._table.capacity(progress.slot),
+            self._head.config.max_position_embeddings,
+        )
+
+    def _consume(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
+        """Runs the head over the pairs that became complete, and keeps what later pairs will need."""
+        features = hidden.features(self.hidden_layers)  # [T, F]
+        num_rows = len(features)
+        rows: list[SequenceRows] = []
+        wanted: list[
+            np.ndarray
+        ] = []  # of `sources`: the step's rows, each sequence's state before them, zeros
+        reached: list[TargetProgress] = []
+        kept = [p.slot for p in progress]
+        for place, p in enumerate(progress):
+            start, goal = int(self._computed[p.slot]), self._goal(p)
+            if (
+                goal <= start or start < p.first
+            ):  # past a limit of its own, which ends its use for the sequence
+                self._ready[p.slot] = False
+                continue
+            predecessors = (
+                np.arange(start - 1, goal - 1) - p.first
+            )  # into p.rows; -1: before this step's first
+            index = p.rows[np.maximum(predecessors, 0)]
+            index = np.where(predecessors >= 0, index, num_rows + (len(progress) if start == 0 else place))
+            wanted.append(index)
+            rows.append(SequenceRows(p.slot, start, goal - start))
+            reached.append(p)
+        if rows:
+            self._run(rows, reached, features, kept, np.concatenate(wanted))
+        self._keep(progress, features)
+
+    def _run(
+        self,
+        rows: list[SequenceRows],
+        reached: list[TargetProgress],
+        features: torch.Tensor,
+        kept: list[int],
+        wanted: np.ndarray,
+    ) -> None:
+        device = features.device
+        sources = features
+        if int(wanted.max()) >= len(features):
+            before = self._before[torch.tensor(kept, device=device)].to(features.dtype)
+            sources = torch.cat([features, before, features.new_zeros(1, features.shape[1])])
+        pairs = sources.index_select(0, torch.from_numpy(wanted).to(device))
+        batch = build_forward_batch(self._table, rows)
+        result = self._head.forward(batch, pairs, self._pool, self._attention, recycled=False)
+        ends = batch.attention.qo_indptr[1:].astype(np.int64) - 1
+        slots = [row.slot for row in rows]
+        for row, p in zip(rows, reached, strict=True):
+            self._computed[row.slot] = row.first + row.num_known
+            at_end = self._computed[row.slot] == self._table.num_tokens[row.slot]
+            self._ready[row.slot] = at_end and p.num_known > p.num_computed
+        last = result.select(torch.from_numpy(ends).to(device))
+        index = torch.tensor(slots, device=device)
+        self._recycled[index] = last.recycled.to(self._recycled.dtype)
+        self._normed[index] = last.normed.to(self._normed.dtype)
+
+    def _keep(self, progress: Sequence[TargetProgress], features: torch.Tensor) -> None:
+        """Features of page ends, for prefix hits, and of the last token of a chunk, for the next chunk."""
+        page_size = self._table.page_size
+        pages: list[int] = []
+        sources: list[int] = []
+        for p in progress:
+            end = p.num_computed
+            for stop in range((p.first // page_size + 1) * page_size, end + 1, page_size):
+                pages.append(int(self._table.pages[p.slot, stop // page_size - 1]))
+                sources.append(int(p.rows[stop - 1 - p.first]))
+            if p.num_known == end:  # more of the prompt is to come
+                self._before[p.slot] = features[int(p.rows[-1])].to(self._before.dtype)
+        if pages:
+            device = features.device
+            rows = features.index_select(0, torch.tensor(sources, device=device))
+            self._page_ends[torch.tensor(pages, device=device)] = rows.to(self._page_ends.dtype)

@@ -1,0 +1,63 @@
+"""What drafters call on a draft head: pairs (token, hidden state before it) in, predictions of the next token out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from gpu_worker.attention.base import AttentionBackend
+from gpu_worker.forward_batch import ForwardBatch
+from gpu_worker.kv_pool import PagedPool
+from gpu_worker.models.base import OutputHead
+from gpu_worker.models.heads.config import HeadConfig
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """What a head gives for T rows."""
+
+    recycled: torch.Tensor  # [T, h] stands for the target's hidden state in the next draft step
+    normed: torch.Tensor  # [T, h] what the output head reads
+
+    def select(self, rows: torch.Tensor) -> HeadRows:
+        """The rows [n] int64."""
+        return HeadRows(self.recycled.index_select(0, rows), self.normed.index_select(0, rows))
+
+
+class DraftHead(Protocol):
+    """A decoder head with its weights; stateless. Its KV lies in the pages of the target's, in a pool of its own."""
+
+    config: HeadConfig
+    output: OutputHead  # draft_vocab_size columns
+    token_ids: torch.Tensor | None  # [draft_vocab_size] int64 target id of each column; None: its own number
+    device: torch.device
+
+    def new_pool(self, num_pages: int, page_size: int) -> PagedPool:
+        """KV memory in the form that `forward` takes. Raises DeviceError."""
+        ...
+
+    def bytes_per_page(self, page_size: int) -> int:
+        """Bytes that one page of its pool takes."""
+        ...
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        features: torch.Tensor,
+        pool: Any,
+        attention: AttentionBackend,
+        *,
+        recycled: bool,
+    ) -> HeadRows:
+        """Runs T rows and writes their KV. Row i pairs batch.input_ids[i] with the state before that token:
+
+        features [T, F] of the target, or what an earlier row gave as `recycled` [T, h].
+        """
+        ...
+
+
+def target_ids(head: DraftHead, columns: torch.Tensor) -> torch.Tensor:
+    """The target's ids of output columns (int64 of any shape)."""
+    return columns if head.token_ids is None else head.token_ids[columns]

@@ -1,0 +1,71 @@
+"""Draft heads for tiny targets: random ones of every kind, and EAGLE heads that start from the target's own layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from gpu_worker.models.base import CausalLM
+from gpu_worker.models.heads.base import DraftHead
+from gpu_worker.models.heads.build import build_head
+from gpu_worker.models.heads.config import HeadConfig, HeadKind, decoder_head_config
+from gpu_worker.models.heads.tensors import DRAFT_IDS, tensor_shapes
+from gpu_worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
+
+# name -> configuration for a target; every convention appears in one of them
+KINDS = ("eagle", "eagle-full", "eagle3", "eagle3-normed", "mtp")
+
+
+def head_config(kind: str, target: CausalLM) -> HeadConfig:
+    """The configuration that KINDS names, for `target`."""
+    config = target.config
+    if kind.startswith("eagle3"):
+        layers = (0, target.num_layers - 1, 0)  # the last layer included
+        head = decoder_head_config(HeadKind.EAGLE3, config, draft_vocab_size=120, feature_layers=layers)
+        if kind == "eagle3":
+            return head
+        return dataclasses.replace(head, residual_is_normed=True, own_lm_head=True, num_layers=2)
+    if kind == "mtp":
+        return decoder_head_config(HeadKind.MTP, config)
+    head = decoder_head_config(HeadKind.EAGLE, config, full_norms=kind == "eagle-full")
+    return dataclasses.replace(head, combine_bias=kind == "eagle")
+
+
+def random_tensors(config: HeadConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Every tensor of the configuration, with layer outputs of the size that tiny targets have."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in tensor_shapes(config).items():
+        if name == DRAFT_IDS:
+            tensors[name] = torch.randperm(config.vocab_size, generator=generator)[: shape[0]].sort().values
+        elif "norm" in name:
+            tensors[name] = 1 + 0.1 * torch.randn(shape, generator=generator)
+        else:
+            tensors[name] = torch.randn(shape, generator=generator) * (2.0 / shape[-1] ** 0.5)
+    return tensors
+
+
+def tensors_like_target(config: HeadConfig, directory: Path, share: float = 0.002) -> dict[str, torch.Tensor]:
+    """An EAGLE head ("eagle-full") that is nearly the target's first layer over the tokens: it drafts with success.
+
+    `share` of the target's hidden state is mixed in, so that drafts still depend on it.
+    """
+    checkpoint = SafetensorsCheckpoint(directory)
+    tensors: dict[str, torch.Tensor] = {}
+    eye = torch.eye(config.hidden_size)
+    for name, shape in tensor_shapes(config).items():
+        if name == "combine.weight":
+            tensors[name] = torch.cat([eye, share * eye], dim=1)
+        else:
+            tensors[name] = checkpoint.read(f"model.{name}", shape).float()
+    return tensors
+
+
+def tiny_head(kind: str, target: CausalLM, directory: Path | None = None, seed: int = 0) -> DraftHead:
+    """A head of one of KINDS; "eagle-full" with the target's `directory` is one that drafts with success."""
+    config = head_config(kind, target)
+    if kind == "eagle-full" and directory is not None:
+        return build_head(config, tensors_like_target(config, directory), target)
+    return build_head(config, random_tensors(config, seed), target)
