@@ -73,6 +73,7 @@ class InfoServicer:
     ) -> info_pb2.GetServerInfoResponse:
         """Topology and state; asks the scheduler."""
         reply = await self._scheduler.query_server()
+        settings = reply.speculation
         return info_pb2.GetServerInfoResponse(
             version=self._version,
             start_time=_timestamp(reply.start_time),
@@ -90,6 +91,13 @@ class InfoServicer:
             num_pages=reply.num_pages,
             max_running_requests=reply.max_running_requests,
             max_batched_tokens=reply.max_batched_tokens,
+            speculation=None
+            if settings is None
+            else info_pb2.SpeculationSettings(
+                method=method_value(settings.method),
+                max_draft_tokens=settings.max_draft_tokens,
+                disable_at_batch_size=settings.disable_at_batch_size,
+            ),
         )
 
     async def GetLoad(

@@ -19,7 +19,10 @@ from scheduler_svc.errors import DraftlineError, ErrorReason
 from scheduler_svc.messages import (
     Abort,
     AbortReply,
+    CacheFlushed,
+    CallRefused,
     Cancel,
+    FlushCache,
     FrontendHello,
     FrontendMessage,
     LoadQuery,
@@ -28,12 +31,15 @@ from scheduler_svc.messages import (
     ServerQuery,
     ServerReply,
     ServiceStatus,
+    SetSpeculation,
+    SpeculationInForce,
     Submit,
     TokenEvent,
     TokenEvents,
     decode_scheduler_message,
     encode,
 )
+from shared_mem.enums import SpeculationMethod
 
 _REPLY_TIMEOUT_SECONDS = 5.0
 _MAX_RECENT_CANCELS = 4096
@@ -41,7 +47,7 @@ _LINGER_MS = 200  # for the last cancels to go out
 
 log = structlog.get_logger()
 
-_Reply = TypeVar("_Reply", AbortReply, LoadReply, ServerReply)
+_Reply = TypeVar("_Reply", AbortReply, SpeculationInForce, CacheFlushed, LoadReply, ServerReply)
 
 
 class EventSink(Protocol):
@@ -141,6 +147,22 @@ class SchedulerClient:
         """Asks for the state. Raises DraftlineError NOT_SERVING when no scheduler answers."""
         return await self._ask(ServerQuery, ServerReply)
 
+    async def set_speculation(
+        self,
+        method: SpeculationMethod | None,
+        max_draft_tokens: int | None,
+        disable_at_batch_size: int | None,
+    ) -> SpeculationInForce:
+        """Changes what is not None. Raises DraftlineError when the scheduler refuses or does not answer."""
+        return await self._ask(
+            lambda call_id: SetSpeculation(call_id, method, max_draft_tokens, disable_at_batch_size),
+            SpeculationInForce,
+        )
+
+    async def flush_cache(self) -> CacheFlushed:
+        """Frees unreferenced cached pages. Raises DraftlineError NOT_SERVING when no scheduler answers."""
+        return await self._ask(FlushCache, CacheFlushed)
+
     def reject_all(self, error: DraftlineError) -> None:
         """Ends every live stream, because no scheduler works on any of them."""
         for stream in self._streams.values():
@@ -165,6 +187,8 @@ class SchedulerClient:
             raise DraftlineError(ErrorReason.NOT_SERVING, "the scheduler does not answer") from error
         finally:
             del self._replies[call_id]
+        if isinstance(answer, CallRefused):
+            raise DraftlineError(answer.reason, answer.message, field=answer.field)
         if not isinstance(answer, kind):
             raise TypeError(f"call {call_id}: got {type(answer).__name__}, expected {kind.__name__}")
         return answer

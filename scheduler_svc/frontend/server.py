@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import grpc.aio
 import structlog
-from draftline.v1 import generation_pb2, generation_pb2_grpc, info_pb2, info_pb2_grpc
+from draftline.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    info_pb2,
+    info_pb2_grpc,
+)
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from scheduler_svc.config import ServerConfig
 from scheduler_svc.errors import StartupError
+from scheduler_svc.frontend.admin_servicer import AdminServicer
 from scheduler_svc.frontend.generation_servicer import GenerationServicer
 from scheduler_svc.frontend.info_servicer import InfoServicer
 from scheduler_svc.frontend.interceptors import CallInterceptor
@@ -77,18 +86,30 @@ class FrontendServer:
             reflection.SERVICE_NAME,
         )
         reflection.enable_server_reflection(names, self._server)
+        self._admin_address = None
+        self._admin: grpc.aio.Server | None = None
+        if config.admin_listen:
+            self._admin_address = ListenAddress.parse(config.admin_listen, "admin_listen")
+            self._admin = self._admin_server()
         self._state_task: asyncio.Task[None] | None = None
         self._stop_metrics: Callable[[], None] | None = None
         self.listen = ""  # the bound address, after `start`
+        self.admin_listen = ""  # the same of the admin service, if there is one
+
+    def _admin_server(self) -> grpc.aio.Server:
+        server = grpc.aio.server(options=OPTIONS, interceptors=[CallInterceptor(self.metrics)])
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._scheduler), server)
+        name = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+        reflection.enable_server_reflection((name, reflection.SERVICE_NAME), server)
+        return server
 
     async def start(self) -> None:
         """Binds and answers; health is NOT_SERVING until the scheduler serves. Raises StartupError."""
-        self._address.check_free()
-        try:
-            port = self._server.add_insecure_port(self._address.text)
-        except RuntimeError as error:
-            raise StartupError(f"{self._address.field}: {self._address.text}: cannot be bound") from error
-        self.listen = self._address.with_port(port)
+        self.listen = _bind(self._server, self._address)
+        if self._admin is not None and self._admin_address is not None:
+            self.admin_listen = _bind(self._admin, self._admin_address)
+            if self._admin_address.path:
+                os.chmod(self._admin_address.path, 0o600)  # what changes the service is its owner's alone
         if self._metrics_address is not None:
             loop = asyncio.get_running_loop()
             self._stop_metrics = self.metrics.serve(
@@ -97,7 +118,9 @@ class FrontendServer:
         self._state_task = asyncio.create_task(self._state.run())
         self._scheduler.start()
         await self._server.start()
-        log.info("listening", listen=self.listen)
+        if self._admin is not None:
+            await self._admin.start()
+        log.info("listening", listen=self.listen, admin_listen=self.admin_listen)
 
     async def wait_serving(self) -> str:
         """Returns the model's name once requests are taken. Raises what broke before, e.g. StartupError."""
@@ -124,6 +147,8 @@ class FrontendServer:
 
     async def stop(self, grace_seconds: float | None = None) -> None:
         """Closes everything; calls still open after the grace are cut. May be called again."""
+        if self._admin is not None:
+            await self._admin.stop(grace_seconds)
         await self._server.stop(grace_seconds)
         if self._state_task is not None:
             self._state_task.cancel()
@@ -141,3 +166,13 @@ class FrontendServer:
         except Exception as error:  # a scrape without gauges beats no scrape
             log.warning("load_not_scraped", error=str(error))
             return None
+
+
+def _bind(server: grpc.aio.Server, address: ListenAddress) -> str:
+    """Binds; returns the bound address. Raises StartupError when something else listens there."""
+    address.check_free()
+    try:
+        port = server.add_insecure_port(address.text)
+    except RuntimeError as error:
+        raise StartupError(f"{address.field}: {address.text}: cannot be bound") from error
+    return address.with_port(port)

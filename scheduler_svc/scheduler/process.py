@@ -26,19 +26,24 @@ import zmq
 
 from scheduler_svc import logs
 from scheduler_svc.config import ServerConfig, check
-from scheduler_svc.errors import ErrorReason, StartupError
+from scheduler_svc.errors import DraftlineError, ErrorReason, StartupError
 from scheduler_svc.messages import (
     Abort,
     AbortReply,
+    CacheFlushed,
+    CallRefused,
     Cancel,
+    FlushCache,
     FrontendHello,
     FrontendMessage,
     LoadQuery,
     LoadReply,
     Model,
     Rejected,
+    SchedulerMessage,
     ServerReply,
     ServiceStatus,
+    SetSpeculation,
     Submit,
 )
 from scheduler_svc.scheduler.events import Outbound
@@ -173,12 +178,36 @@ class SchedulerProcess:
                 if scheduler is not None:
                     return scheduler.abort(frontend, message)
                 return [Outbound(frontend, AbortReply(message.call_id, ()))]
+            case SetSpeculation() | FlushCache():
+                return [Outbound(frontend, self._administer(message))]
             case LoadQuery():
                 if scheduler is not None:
                     return [Outbound(frontend, scheduler.load(message.call_id, time.time()))]
                 return [Outbound(frontend, _no_load(message.call_id))]
             case _:
                 return [Outbound(frontend, self._server_reply(message.call_id))]
+
+    def _administer(self, message: SetSpeculation | FlushCache) -> SchedulerMessage:
+        scheduler = self._scheduler
+        if scheduler is None:
+            why = "the model is still being loaded"
+            return CallRefused(message.call_id, ErrorReason.NOT_SERVING, why)
+        if isinstance(message, FlushCache):
+            num_freed_pages = scheduler.flush_prefix_cache()
+            log.info("cache_flushed", num_freed_pages=num_freed_pages)
+            return CacheFlushed(message.call_id, num_freed_pages)
+        try:
+            reply = scheduler.set_speculation(message)
+        except DraftlineError as error:
+            return CallRefused(message.call_id, error.reason, error.message, error.field)
+        log.info(
+            "speculation_changed",
+            method=reply.method.label,
+            max_draft_tokens=reply.max_draft_tokens,
+            disable_at_batch_size=reply.disable_at_batch_size,
+            effective_step=reply.effective_step,
+        )
+        return reply
 
     def _server_reply(self, call_id: int) -> ServerReply:
         limits = self._scheduler.limits if self._scheduler is not None else None
@@ -191,6 +220,7 @@ class SchedulerProcess:
             num_pages=limits.num_pages if limits else 0,
             max_running_requests=limits.max_running_requests if limits else 0,
             max_batched_tokens=self._config.max_batched_tokens,
+            speculation=self._scheduler.speculation_in_force(call_id) if self._scheduler else None,
         )
 
     def _status(self) -> ServiceStatus:

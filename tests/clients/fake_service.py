@@ -1,4 +1,4 @@
-"""Both services of the protocol, scripted: a byte is a token, steps and failures are given."""
+"""The services of the protocol, scripted: a byte is a token, steps and failures are given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import grpc
-from draftline.v1 import common_pb2, generation_pb2, generation_pb2_grpc, info_pb2, info_pb2_grpc
+from draftline.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    common_pb2,
+    generation_pb2,
+    generation_pb2_grpc,
+    info_pb2,
+    info_pb2_grpc,
+)
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -78,13 +86,18 @@ class Script:
     drafters: tuple[int, ...] = (NGRAM, DRAFT_MODEL)
 
 
-class FakeService(generation_pb2_grpc.GenerationServiceServicer, info_pb2_grpc.InfoServiceServicer):
+class FakeService(
+    generation_pb2_grpc.GenerationServiceServicer,
+    info_pb2_grpc.InfoServiceServicer,
+    admin_pb2_grpc.AdminServiceServicer,
+):
     """Runs in a thread of its own; `address` is where it listens, `requests` what Generate was asked."""
 
     def __init__(self, listen: str = "127.0.0.1:0") -> None:
         self._listen = listen
         self.script = Script()
         self.requests: list[generation_pb2.GenerateRequest] = []
+        self.changes: list[admin_pb2.SetSpeculationRequest] = []
         self.live: dict[str, asyncio.Event] = {}
         self.cancelled = threading.Event()
         self.num_running = self.most_running = 0
@@ -114,6 +127,7 @@ class FakeService(generation_pb2_grpc.GenerationServiceServicer, info_pb2_grpc.I
         server = grpc.aio.server(options=options)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
         info_pb2_grpc.add_InfoServiceServicer_to_server(self, server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self, server)
         self._health = health.aio.HealthServicer()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -241,8 +255,24 @@ class FakeService(generation_pb2_grpc.GenerationServiceServicer, info_pb2_grpc.I
             version="0.1.0", state=info_pb2.SERVING_STATE_SERVING, page_size=16, num_pages=100
         )
         response.start_time.FromSeconds(1_700_000_000)
+        response.speculation.method = NGRAM
+        response.speculation.max_draft_tokens = 4
+        response.speculation.disable_at_batch_size = 16
         response.workers.add(rank=0, device="cpu", pid=42).heartbeat_age.FromMilliseconds(300)
         return response
+
+    async def SetSpeculation(self, request, context):
+        await self._maybe_fail(context)
+        self.changes.append(request)
+        return admin_pb2.SetSpeculationResponse(
+            method=request.method or NGRAM,
+            max_draft_tokens=request.max_draft_tokens if request.HasField("max_draft_tokens") else 4,
+            disable_at_batch_size=request.disable_at_batch_size,
+            effective_step=17,
+        )
+
+    async def FlushCache(self, request, context):
+        return admin_pb2.FlushCacheResponse(num_freed_pages=5)
 
     async def GetLoad(self, request, context):
         response = info_pb2.GetLoadResponse(num_used_pages=3, num_generated_tokens=10, num_steps=4)

@@ -203,6 +203,7 @@ def test_info(service: FakeService):
         "model         fake (LlamaForCausalLM, float32, KV cache float32)",
         "drafter       ngram, up to 4 draft tokens",
         "drafter       draft-model layers:2, up to 4 draft tokens",
+        "drafting      ngram by default, up to 4 draft tokens a step, none from 16 sequences on",
         "worker        rank 0, pid 42, cpu, heartbeat 0.3 s ago",
         "pages         100 of 16 tokens: 3 used, 0 cached",
         "speculation   ngram: 6 of 8 draft tokens accepted (75%), acceptance length 4.00",
@@ -228,6 +229,40 @@ def test_info_as_a_health_check(service: FakeService):
     assert run(service, "info").exit_code == 0
     result = run(service, "info", "--check")
     assert (result.exit_code, result.stderr) == (1, "error: UNAVAILABLE: health is NOT_SERVING\n")
+
+
+def run_admin(service: FakeService, name: str, *arguments: str):
+    return CliRunner().invoke(build_app(), ["admin", name, "--server", service.address, *arguments])
+
+
+def test_admin(service: FakeService):
+    result = run_admin(service, "set-speculation", "--method", "ngram", "--max-draft-tokens", "3")
+    assert result.stdout == "ngram by default, up to 3 draft tokens a step; from step 17 on\n"
+    (change,) = service.changes
+    assert (change.method, change.max_draft_tokens) == (NGRAM, 3)
+    assert not change.HasField("disable_at_batch_size")
+    result = run_admin(service, "set-speculation", "--disable-at-batch-size", "8", "--json")
+    assert json.loads(result.stdout) == {
+        "method": "ngram",
+        "max_draft_tokens": 4,
+        "disable_at_batch_size": 8,
+        "effective_step": 17,
+    }
+    assert run_admin(service, "flush-cache").stdout == "5 pages freed\n"
+    assert json.loads(run_admin(service, "flush-cache", "--json").stdout) == {"num_freed_pages": 5}
+
+
+def test_admin_failures(service: FakeService):
+    service.script.failures.append(
+        Failure(grpc.StatusCode.FAILED_PRECONDITION, "method: mtp is not loaded", "PRECONDITION", "method")
+    )
+    result = run_admin(service, "set-speculation", "--method", "mtp")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "error: FAILED_PRECONDITION (PRECONDITION): method: mtp is not loaded\n"
+    for wrong in (["--method", "magic"], ["--max-draft-tokens", "0"], ["--disable-at-batch-size", "-1"]):
+        assert run_admin(service, "set-speculation", *wrong).exit_code == 2
+    assert CliRunner().invoke(build_app(), ["admin", "flush-cache"]).exit_code == 2  # names no server
+    assert not service.changes
 
 
 def test_chat_keeps_the_history(service: FakeService):

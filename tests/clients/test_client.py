@@ -15,6 +15,7 @@ from draftline import (
     DeadlineExceededError,
     Delta,
     DraftlineError,
+    FailedPreconditionError,
     Finished,
     InternalError,
     InvalidArgumentError,
@@ -22,6 +23,7 @@ from draftline import (
     RequestCancelledError,
     ResourceExhaustedError,
     RetryPolicy,
+    SpeculationSettings,
     Started,
     UnavailableError,
 )
@@ -122,8 +124,34 @@ async def test_unary_calls(client):
     assert [(d.method, d.model_path) for d in model.drafters] == [("ngram", ""), ("draft-model", "layers:2")]
     info = await client.call("server_info")
     assert (info.state, info.workers[0].heartbeat_age) == ("serving", 0.3)
+    assert info.speculation == SpeculationSettings("ngram", 4, 16)
     load = await client.call("load")
     assert load.speculation[0].acceptance_length == 4.0
+
+
+async def test_admin_calls(client, service: FakeService):
+    change = await client.call("set_speculation", method="off", disable_at_batch_size=0)
+    assert (change.settings, change.effective_step) == (SpeculationSettings("off", 4, 0), 17)
+    (sent,) = service.changes
+    assert sent.HasField("disable_at_batch_size")
+    assert not sent.HasField("max_draft_tokens")
+    change = await client.call("set_speculation", max_draft_tokens=2)
+    assert change.settings == SpeculationSettings("ngram", 2, 0)
+    assert not service.changes[1].HasField("method")
+    assert await client.call("flush_cache") == 5
+    for wrong in ({"method": "magic"}, {"max_draft_tokens": -1}, {"disable_at_batch_size": 2**32}):
+        with pytest.raises(InvalidArgumentError) as caught:
+            await client.call("set_speculation", **wrong)
+        assert caught.value.field == next(iter(wrong))
+    service.script.failures.append(
+        Failure(
+            grpc.StatusCode.FAILED_PRECONDITION, "mtp is not loaded", reason="PRECONDITION", field="method"
+        )
+    )
+    with pytest.raises(FailedPreconditionError) as caught:
+        await client.call("set_speculation", method="mtp")
+    assert (caught.value.reason, caught.value.field) == ("PRECONDITION", "method")
+    assert len(service.changes) == 2
 
 
 async def test_chat_sends_turns(service: FakeService):

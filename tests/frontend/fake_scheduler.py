@@ -115,6 +115,17 @@ def rejects(reason: messages.ErrorReason, message: str, retry_after: float | Non
     return script
 
 
+def _obey(change: messages.SetSpeculation) -> messages.SchedulerMessage:
+    """What was not set is n-gram with 4 draft tokens, never disabled."""
+    return messages.SpeculationInForce(
+        change.call_id,
+        change.method or SpeculationMethod.NGRAM,
+        change.max_draft_tokens or 4,
+        change.disable_at_batch_size or 0,
+        effective_step=17,
+    )
+
+
 class FakeScheduler:
     """Runs `script` for every Submit; everything received is kept in `received`."""
 
@@ -124,6 +135,7 @@ class FakeScheduler:
         self.received: list[messages.FrontendMessage] = []
         self.state = "serving"
         self.abort_answer: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda ids: ids
+        self.change_answer: Callable[[messages.SetSpeculation], messages.SchedulerMessage] = _obey
         self.answers_queries = True
         self._path = runtime_dir / "scheduler.sock"
         self._context = zmq.asyncio.Context()
@@ -217,5 +229,12 @@ class FakeScheduler:
                     num_pages=100,
                     max_running_requests=8,
                     max_batched_tokens=512,
+                    speculation=messages.SpeculationInForce(
+                        message.call_id, SpeculationMethod.NGRAM, 4, 16, effective_step=8
+                    ),
                 )
             )
+        elif isinstance(message, messages.SetSpeculation):
+            self.send(self.change_answer(message))
+        elif isinstance(message, messages.FlushCache):
+            self.send(messages.CacheFlushed(message.call_id, 5))

@@ -22,7 +22,10 @@ from scheduler_svc.errors import ErrorReason
 from scheduler_svc.messages import (
     Abort,
     AbortReply,
+    CacheFlushed,
+    CallRefused,
     Cancel,
+    FlushCache,
     FrontendHello,
     LoadQuery,
     LoadReply,
@@ -30,6 +33,8 @@ from scheduler_svc.messages import (
     ServerQuery,
     ServerReply,
     ServiceStatus,
+    SetSpeculation,
+    SpeculationInForce,
     Submit,
     TokenEvents,
     decode_scheduler_message,
@@ -133,6 +138,30 @@ def service(tmp_path: Path) -> Iterator[Service]:
     service.close()
 
 
+def test_an_operator_changes_speculation_and_flushes_the_cache(service: Service) -> None:
+    service.start()
+    service.send(FrontendHello())
+    service.receive(ServiceStatus)
+    for early in (SetSpeculation(1), FlushCache(1)):
+        service.send(early)
+        assert service.receive(CallRefused).reason is ErrorReason.NOT_SERVING
+    service.worker.start()
+    service.receive(ServiceStatus)
+    service.send(SetSpeculation(2, SpeculationMethod.DISABLED))
+    assert service.receive(SpeculationInForce) == SpeculationInForce(2, SpeculationMethod.DISABLED, 4, 0, 1)
+    submit = make_submit("r", prompt_of(10), max_tokens=20)
+    assert service.collect(submit) == model_text(submit.token_ids, 1, 20)
+    service.send(LoadQuery(3))
+    load = service.receive(LoadReply)
+    assert (load.num_steps, load.speculation) == (20, ())
+    service.send(SetSpeculation(4, SpeculationMethod.MEDUSA))
+    refused = service.receive(CallRefused)
+    assert (refused.call_id, refused.reason, refused.field) == (4, ErrorReason.PRECONDITION, "method")
+    service.send(FlushCache(5))
+    assert service.receive(CacheFlushed) == CacheFlushed(5, load.num_cached_pages)
+    assert load.num_cached_pages == 7
+
+
 def test_serves_answers_queries_and_drains(service: Service) -> None:
     model = service.serve().model
     assert (model.name, model.max_context_tokens, model.max_prompt_tokens) == ("served", 64, 63)
@@ -148,6 +177,7 @@ def test_serves_answers_queries_and_drains(service: Service) -> None:
     reply = service.receive(ServerReply)
     assert (reply.state, reply.num_pages, reply.max_batched_tokens) == ("serving", 64, 32)
     assert reply.workers[0].device == "cpu"
+    assert reply.speculation == SpeculationInForce(5, SpeculationMethod.NGRAM, 4, 0, load.num_steps + 1)
     assert reply.workers[0].heartbeat_age < 5
 
     service.worker.hold()

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from draftline.admin import SpeculationChange, SpeculationSettings
     from draftline.aio import AsyncClient, AsyncGenerationStream
     from draftline.client import Client, GenerationStream
     from draftline.errors import (
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from draftline.retry import RetryPolicy
 
 _HOME = {
+    "draftline.admin": ("SpeculationChange", "SpeculationSettings"),
     "draftline.aio": ("AsyncClient", "AsyncGenerationStream"),
     "draftline.client": ("Client", "GenerationStream"),
     "draftline.errors": (
@@ -107,6 +109,8 @@ __all__ = [
     "RetryPolicy",
     "Sample",
     "ServerInfo",
+    "SpeculationChange",
+    "SpeculationSettings",
     "SpeculationStats",
     "SpeculationStep",
     "Started",

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from draftline.admin import SpeculationChange, change_from, set_speculation_request
 from draftline.channel import channel_options
 from draftline.errors import RequestCancelledError, from_rpc_error
 from draftline.info import Load, ModelInfo, ServerInfo, load_from, model_info_from, server_info_from
@@ -18,7 +19,14 @@ from draftline.options import Chat, GenerateOptions, Prompt
 from draftline.requests import detokenize_request, generate_request, tokenize_request
 from draftline.results import Completion, CompletionBuilder, Event, event_from
 from draftline.retry import Attempts, RetryPolicy
-from draftline.v1 import generation_pb2, generation_pb2_grpc, info_pb2, info_pb2_grpc
+from draftline.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    info_pb2,
+    info_pb2_grpc,
+)
 
 Result = TypeVar("Result")
 
@@ -81,6 +89,7 @@ class Client:
         self._channel = grpc.insecure_channel(address, options=channel_options(address))
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._info = info_pb2_grpc.InfoServiceStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def generate(
@@ -136,6 +145,27 @@ class Client:
     def load(self, *, timeout: float | None = None) -> Load:
         """A snapshot of queue, batch, pages and counters."""
         return load_from(self._call(self._info.GetLoad, info_pb2.GetLoadRequest(), timeout))
+
+    def set_speculation(
+        self,
+        *,
+        method: str | None = None,
+        max_draft_tokens: int | None = None,
+        disable_at_batch_size: int | None = None,
+        timeout: float | None = None,
+    ) -> SpeculationChange:
+        """Changes what is given for steps planned from now on; the rest stays. method: a label, e.g. "ngram".
+
+        The client must be connected to the service's admin address. Raises FailedPreconditionError for a method
+        that is not loaded.
+        """
+        request = set_speculation_request(method, max_draft_tokens, disable_at_batch_size)
+        return change_from(self._call(self._admin.SetSpeculation, request, timeout))
+
+    def flush_cache(self, *, timeout: float | None = None) -> int:
+        """Drops cached pages that no live request holds; returns how many. As set_speculation: admin address."""
+        request = admin_pb2.FlushCacheRequest()
+        return self._call(self._admin.FlushCache, request, timeout).num_freed_pages
 
     def health(self, service: str = "", *, timeout: float | None = None) -> str:
         """State by the standard health protocol, e.g. "SERVING"; "" asks for the whole service."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from draftline.admin import SpeculationSettings, settings_from
 from draftline.labels import METHODS, SERVING_STATES, label_of
 from draftline.results import SpeculationStats, seconds, stats_from
 from draftline.v1 import info_pb2
@@ -50,7 +51,10 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """Build, topology and state of the service. state: "starting", "serving", "draining" or "failed"."""
+    """Build, topology and state of the service. state: "starting", "serving", "draining" or "failed".
+
+    speculation: what the next step is planned with; None until the model is loaded.
+    """
 
     version: str
     start_time: datetime
@@ -60,6 +64,7 @@ class ServerInfo:
     num_pages: int
     max_running_requests: int
     max_batched_tokens: int
+    speculation: SpeculationSettings | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,7 @@ def server_info_from(response: info_pb2.GetServerInfoResponse) -> ServerInfo:
         num_pages=response.num_pages,
         max_running_requests=response.max_running_requests,
         max_batched_tokens=response.max_batched_tokens,
+        speculation=settings_from(response.speculation) if response.HasField("speculation") else None,
     )
 
 

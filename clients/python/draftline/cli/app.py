@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from draftline.cli import bench, chat, generate, info
+from draftline.cli import admin, bench, chat, generate, info
 
 
 def build_app() -> typer.Typer:
@@ -19,4 +19,5 @@ def build_app() -> typer.Typer:
     app.command("chat")(chat.chat)
     app.command("info")(info.info)
     app.command("bench")(bench.bench)
+    app.add_typer(admin.build_admin(), name="admin")
     return app

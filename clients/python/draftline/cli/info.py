@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from draftline.cli import common
-from draftline.cli.summary import speculation_text, stats_object
+from draftline.cli.summary import settings_text, speculation_text, stats_object
 from draftline.client import Client
 from draftline.errors import UnavailableError
 from draftline.info import Load, ModelInfo, ServerInfo
@@ -71,6 +71,8 @@ def _lines(health: str, model: ModelInfo, service: ServerInfo, load: Load) -> li
         lines.append(("drafter", f"{drafter.method}{source}, up to {drafter.max_draft_tokens} draft tokens"))
     if not model.drafters:
         lines.append(("drafter", "none"))
+    if service.speculation is not None:
+        lines.append(("drafting", settings_text(service.speculation)))
     lines += [
         ("worker", f"rank {w.rank}, pid {w.pid}, {w.device}, heartbeat {w.heartbeat_age:.1f} s ago")
         for w in service.workers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from draftline.admin import SpeculationSettings
 from draftline.results import Completion, Sample, SpeculationStats
 
 
@@ -29,6 +30,13 @@ def speculation_text(stats: SpeculationStats | None) -> str:
         f"{stats.method}: {stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens accepted "
         f"({stats.acceptance_rate:.0%}), acceptance length {stats.acceptance_length:.2f}"
     )
+
+
+def settings_text(settings: SpeculationSettings) -> str:
+    """What is in force, in words."""
+    limit = f"up to {settings.max_draft_tokens} draft tokens a step"
+    size = settings.disable_at_batch_size
+    return f"{settings.method} by default, {limit}" + (f", none from {size} sequences on" if size else "")
 
 
 def completion_object(completion: Completion) -> dict[str, Any]:
