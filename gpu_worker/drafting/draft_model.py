@@ -54,19 +54,22 @@ class DraftModelDrafter:
         self.max_context_tokens = model.config.max_position_embeddings
         num_slots = table.num_slots
         self._computed = np.zeros(num_slots, dtype=np.int64)  # leading tokens with valid draft KV
-        self._num_fed = np.zeros(num_slots, dtype=np.int64)  # drafts of this round whose KV was written
+        self._fed: list[list[int]] = [
+            [] for _ in range(num_slots)
+        ]  # drafts of this round whose KV was written
         # first draft token of the next round with its law (rejection rule only); None: not known
         self._carried: list[tuple[int, torch.Tensor | None] | None] = [None] * num_slots
 
     def admit(self, admission: Admission) -> None:
         """See Drafter.admit."""
         self._computed[admission.slot] = min(admission.num_draft_cached_tokens, self.max_context_tokens)
-        self._num_fed[admission.slot] = 0
+        self._fed[admission.slot] = []
         self._carried[admission.slot] = None
 
     def release(self, slot: int) -> None:
         """See Drafter.release."""
-        self._computed[slot] = self._num_fed[slot] = 0
+        self._computed[slot] = 0
+        self._fed[slot] = []
         self._carried[slot] = None
 
     def prefill(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
@@ -113,15 +116,20 @@ class DraftModelDrafter:
                 if q is not None:
                     laws[i].append(q[j])
         for i, request in enumerate(requests):
-            self._num_fed[request.slot] = max(len(drafts[i]) - 1, 0)
+            self._fed[request.slot] = drafts[i][:-1]
         roots = [int(table.known(request.slot)[-1]) for request in requests]
         return chain_tree(roots, drafts, table.device).with_laws(laws)
 
     def _settle(self, progress: TargetProgress) -> None:
+        """Keeps the KV of the fed drafts that came; what came may be another method's, drafted in the same step."""
         slot = progress.slot
-        kept = min(progress.num_accepted, int(self._num_fed[slot]))
+        n = int(self._computed[slot])
+        came = self._table.known(slot)[n : n + len(self._fed[slot])].tolist()
+        kept = 0
+        while kept < len(came) and came[kept] == self._fed[slot][kept]:
+            kept += 1
         self._computed[slot] += kept
-        self._num_fed[slot] = 0
+        self._fed[slot] = []
         self._carried[slot] = None
 
     def _limit(self, slot: int, num_known: int) -> int:

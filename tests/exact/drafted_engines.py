@@ -14,7 +14,17 @@ from tests.harness.engine import InProcessEngine
 from tests.harness.scripted_drafters import Script, ScriptedDrafter, junk, oracle, wrong_at
 from tests.harness.tiny_heads import KINDS, tiny_head
 
-NAMES = ("ngram", "draft-model", "oracle", "wrong-at-2", "junk", "oracle-tree", "wrong-tree", "junk-tree")
+NAMES = (
+    "ngram",
+    "draft-model",
+    "oracle",
+    "wrong-at-2",
+    "junk",
+    "oracle-tree",
+    "wrong-tree",
+    "junk-tree",
+    "portfolio",
+)
 HEAD_NAMES = tuple(f"{kind}/{shape}" for kind in KINDS for shape in ("chain", "tree"))
 
 METHOD_OF_HEAD = {
@@ -42,6 +52,11 @@ def make_engine(
         return InProcessEngine(target, ngram=True, **settings)
     if name == "draft-model":
         return InProcessEngine(target, draft=target.truncated(1), **settings)
+    if name == "portfolio":
+        settings = {"num_draft_tokens": 9, "tree": TreeShape(max_depth=3, max_children=4)} | settings
+        heads = {SpeculationMethod.EAGLE3: tiny_head("eagle3", target, None)}
+        draft = target.truncated(1)
+        return InProcessEngine(target, ngram=True, draft=draft, heads=heads, portfolio=True, **settings)
     if "/" in name:
         kind, shape = name.split("/")
         tree = TreeShape(max_depth=3, max_children=4) if shape == "tree" else None

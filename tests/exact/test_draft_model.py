@@ -15,6 +15,7 @@ from gpu_worker.weights.resolve import resolve_model
 from scheduler_svc.messages import Sampling
 from shared_mem.enums import AcceptanceRule, SpeculationMethod
 from tests.harness.engine import InProcessEngine
+from tests.harness.scripted_drafters import ScriptedDrafter, oracle
 from tests.harness.whole_sequence import forward_whole
 from tests.models import make_tiny_llama
 
@@ -56,6 +57,22 @@ def test_draft_kv_equals_a_cold_prefill_after_every_step(
     output = engine.outputs[request, 0]
     assert slots_seen > 5
     assert 0 < output.num_accepted_tokens < output.num_draft_tokens
+
+
+def test_draft_kv_is_exact_where_another_methods_drafts_were_accepted(
+    tiny: CausalLM, prompts: list[list[int]], references: References
+) -> None:
+    """In a portfolio both draft in one step: what the draft model wrote for its own wrong tokens must go."""
+    draft = tiny.truncated(1)
+    right = {SpeculationMethod.NGRAM: lambda table: ScriptedDrafter(table, oracle(references))}
+    engine = InProcessEngine(tiny, draft=draft, scripted=right, portfolio=True, num_draft_tokens=8)
+    request = engine.submit(prompts[5], max_tokens=32)
+    while engine.step():
+        for slot in np.flatnonzero(engine.table.epochs >= 0).tolist():
+            _assert_draft_kv_is_fresh(engine, draft, slot)
+    assert engine.outputs[request, 0].num_accepted_tokens > 20
+    by_part = engine.drafters[SpeculationMethod.PORTFOLIO].num_accepted  # type: ignore[attr-defined]
+    assert by_part[SpeculationMethod.NGRAM] > by_part[SpeculationMethod.DRAFT_MODEL]
 
 
 def test_a_prefix_hit_resumes_the_draft_exactly(tiny: CausalLM) -> None:

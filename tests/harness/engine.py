@@ -14,6 +14,7 @@ from gpu_worker.drafting.base import Drafter
 from gpu_worker.drafting.draft_model import DraftModelDrafter
 from gpu_worker.drafting.hidden_state import HiddenStateDrafter
 from gpu_worker.drafting.ngram import NgramDrafter
+from gpu_worker.drafting.portfolio import PortfolioDrafter
 from gpu_worker.drafting.tree_growth import TreeShape
 from gpu_worker.kv_pool import KVPool, PagedPool
 from gpu_worker.model_runner import ModelRunner
@@ -34,6 +35,7 @@ from scheduler_svc.messages import (
 from scheduler_svc.scheduler.events import Outbound
 from scheduler_svc.scheduler.limits import Limits
 from scheduler_svc.scheduler.scheduler import Scheduler
+from scheduler_svc.scheduler.speculation_policy import SpeculationPolicy
 from shared_mem.control import DrafterFacts
 from shared_mem.enums import AcceptanceRule, SpeculationMethod
 from shared_mem.records import StepResult, decode_plan, decode_result, encode_plan, encode_result
@@ -71,6 +73,7 @@ class InProcessEngine:
         heads: Mapping[SpeculationMethod, DraftHead] | None = None,
         tree: TreeShape | None = None,
         scripted: Mapping[SpeculationMethod, DrafterFactory] | None = None,
+        portfolio: bool = False,
         page_size: int = 4,
         num_pages: int = 256,
         max_running_requests: int = 16,
@@ -82,6 +85,7 @@ class InProcessEngine:
         prefix_cache: bool = True,
         drafts_beside_prefill: bool = True,
         steps_in_flight: int = 1,
+        policy: SpeculationPolicy | None = None,
     ) -> None:
         device = torch.device("cpu")
         max_context = max_context_tokens or target.config.max_position_embeddings
@@ -112,6 +116,12 @@ class InProcessEngine:
             )
         for method, factory in (scripted or {}).items():
             self.drafters[method] = factory(self.table)
+        if portfolio:  # of all others, and the default
+            parts = dict(self.drafters)
+            self.drafters = {
+                SpeculationMethod.PORTFOLIO: PortfolioDrafter(parts, self.table, least_value=0.0),
+                **parts,
+            }
         self.runner = ModelRunner(target, self.pool, attention(), self.sampler, self.table, self.drafters)
         self.limits = Limits(
             page_size=page_size,
@@ -136,7 +146,7 @@ class InProcessEngine:
             drafts_beside_prefill=drafts_beside_prefill,
             prefix_cache=prefix_cache,
         )
-        self.scheduler = Scheduler(self.limits, max_steps_in_flight=steps_in_flight)
+        self.scheduler = Scheduler(self.limits, policy, max_steps_in_flight=steps_in_flight)
         self._plans: deque[bytes] = deque()  # in the worker's ring, oldest first
         self.num_steps = 0
         self.outputs: dict[tuple[str, int], Output] = {}

@@ -1,0 +1,181 @@
+"""Several drafting methods at once: their trees merged into one per request, the budget going to what succeeds.
+
+Every part keeps its own state complete (the runner lets it follow the sequence like any drafter); this one only asks
+the parts, chooses among their nodes and learns from what the target emitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from gpu_worker.draft_tree import DraftTree, tree_of
+from gpu_worker.drafting.base import Drafter, DraftRequest, TargetHidden, TargetProgress
+from gpu_worker.drafting.success import SuccessRates
+from gpu_worker.drafting.trie import ROOT, DraftTrie
+from gpu_worker.request_state import RequestTable
+from shared_mem.enums import SpeculationMethod
+from shared_mem.records import Admission
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """All nodes that the parts proposed in a slot's last round, chosen for verification or not."""
+
+    length: int  # known tokens when it was made
+    trie: DraftTrie
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """One request's share of a tree, on the host."""
+
+    tokens: list[int]  # behind the root
+    parents: list[int]  # index among them, or ROOT
+    laws: torch.Tensor | None  # [nodes, V], where the drafts were drawn
+
+
+class PortfolioDrafter:
+    """Merges the proposals of its parts; best-first by each part's measured success at each depth.
+
+    A part is asked for a request as long as its first node is worth a row, and every probe_interval steps otherwise, so
+    that it can come back. All that it proposes is judged by the tokens that came, also what was not chosen.
+
+    Under the rejection rule drafts are drawn, and choosing among drawn tokens by what they are would bias the output:
+    there the part that has been the most successful drafts alone.
+    """
+
+    method = SpeculationMethod.PORTFOLIO
+    keeps_state = True
+    hidden_layers = None
+
+    def __init__(
+        self,
+        parts: Mapping[SpeculationMethod, Drafter],
+        table: RequestTable,
+        least_value: float = 0.05,
+        probe_interval: int = 32,
+    ) -> None:
+        """least_value: chance of being accepted from which on a node is worth a row of verification."""
+        assert parts, "the configuration names the parts"
+        self._methods = tuple(parts)
+        self._parts = tuple(parts.values())
+        self._table = table
+        self._least_value = least_value
+        self._probe_interval = probe_interval
+        num_slots, num_parts = table.num_slots, len(parts)
+        self._rates = SuccessRates(num_slots, num_parts)
+        self._proposals: list[_Proposal | None] = [None] * num_slots
+        self._steps_unasked = np.zeros((num_slots, num_parts), dtype=np.int64)
+        # A part that proposes siblings gets the whole budget, for others more tokens than are likely to be reached
+        # would be drafted in vain.
+        self._branches = [False] * num_parts
+        self.num_accepted: dict[SpeculationMethod, int] = dict.fromkeys(parts, 0)
+
+    def admit(self, admission: Admission) -> None:
+        """See Drafter.admit; each part is asked in the first round."""
+        self._rates.admit(admission.slot)
+        self._proposals[admission.slot] = None
+        self._steps_unasked[admission.slot] = self._probe_interval
+
+    def release(self, slot: int) -> None:
+        """See Drafter.release."""
+        self._proposals[slot] = None
+
+    def propose(self, requests: Sequence[DraftRequest]) -> DraftTree:
+        """See Drafter.propose."""
+        tries = [DraftTrie() for _ in requests]
+        proposed: list[dict[int, _Segment]] = [{} for _ in requests]  # by part
+        for part, drafter in enumerate(self._parts):
+            asked, wanted = self._ask(part, requests)
+            if not wanted:
+                continue
+            segments = _segments(drafter.propose(wanted))
+            for i, segment in zip(asked, segments, strict=True):
+                self._branches[part] |= len(set(segment.parents)) < len(segment.parents)
+                if segment.tokens:
+                    tries[i].add(part, segment.tokens, segment.parents)
+                    proposed[i][part] = segment
+        chosen = [self._choose(*of) for of in zip(requests, tries, proposed, strict=True)]
+        for request, trie in zip(requests, tries, strict=True):
+            length = int(self._table.num_tokens[request.slot])
+            self._proposals[request.slot] = _Proposal(length, trie) if len(trie) else None
+        roots = [int(self._table.known(request.slot)[-1]) for request in requests]
+        tree = tree_of(
+            roots,
+            [segment.tokens for segment in chosen],
+            [segment.parents for segment in chosen],
+            self._table.device,
+        )
+        return tree.with_laws([[] if segment.laws is None else list(segment.laws) for segment in chosen])
+
+    def prefill(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
+        """Nothing to compute: the parts follow the sequence themselves."""
+
+    def catch_up(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
+        """Learns from the tokens that came, where the last round was this drafter's."""
+        for p in progress:
+            proposal, self._proposals[p.slot] = self._proposals[p.slot], None
+            if proposal is None or proposal.length != p.num_known - p.num_accepted - 1:
+                continue
+            emitted = self._table.known(p.slot)[proposal.length : p.num_known].tolist()
+            for seen in proposal.trie.judge(emitted):
+                self._rates.record(p.slot, seen.part, seen.depth, seen.rank, seen.right)
+            for part in proposal.trie.parts_on_path(emitted[: p.num_accepted]):
+                self.num_accepted[self._methods[part]] += 1
+
+    def num_computed_after(self, progress: TargetProgress) -> int:
+        """Always 0: it has no draft KV of its own."""
+        return 0
+
+    def _ask(self, part: int, requests: Sequence[DraftRequest]) -> tuple[list[int], list[DraftRequest]]:
+        """The requests that this part is to draft for, by index, with its budget for each."""
+        asked: list[int] = []
+        wanted: list[DraftRequest] = []
+        for i, request in enumerate(requests):
+            slot = request.slot
+            reach = self._rates.reach(slot, part, self._least_value)
+            self._steps_unasked[slot, part] += 1
+            if request.num_draft_tokens < 1 or (
+                reach == 0 and self._steps_unasked[slot, part] <= self._probe_interval
+            ):
+                continue
+            self._steps_unasked[slot, part] = 0
+            budget = (
+                request.num_draft_tokens
+                if self._branches[part]
+                else min(request.num_draft_tokens, reach or 1)
+            )
+            asked.append(i)
+            wanted.append(DraftRequest(slot, budget))
+        return asked, wanted
+
+    def _choose(self, request: DraftRequest, trie: DraftTrie, proposed: Mapping[int, _Segment]) -> _Segment:
+        """What of all proposals for one request is verified."""
+        rate = partial(self._rates.rate, request.slot)
+        if any(segment.laws is not None for segment in proposed.values()):
+            # by what was measured before this round, never by the tokens just drawn
+            return proposed[max(proposed, key=lambda part: rate(part, 1, 0))]
+        nodes = trie.best(request.num_draft_tokens, rate, self._least_value)
+        place = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
+        return _Segment([trie.tokens[i] for i in nodes], [place[trie.parents[i]] for i in nodes], None)
+
+
+def _segments(tree: DraftTree) -> list[_Segment]:
+    """Each request's nodes behind its root, moved to the host once."""
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    sampled = None if tree.q is None else tree.q.any(dim=1).tolist()
+    segments: list[_Segment] = []
+    for start, stop in zip(tree.indptr[:-1].tolist(), tree.indptr[1:].tolist(), strict=True):
+        laws = None
+        if tree.q is not None and sampled is not None and any(sampled[start + 1 : stop]):
+            laws = tree.q[start + 1 : stop]
+        own_parents = [
+            ROOT if parent == start else parent - start - 1 for parent in parents[start + 1 : stop]
+        ]
+        segments.append(_Segment(tokens[start + 1 : stop], own_parents, laws))
+    return segments

@@ -1,0 +1,109 @@
+"""Proposals of several drafters for one request, merged at the root by common prefixes."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+ROOT = -1
+
+# (part, depth behind the root, rank among its siblings in the part's own tree) -> how often such a node is right
+SuccessRate = Callable[[int, int, int], float]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Whether a part's node was the token that came, its parent having been right."""
+
+    part: int
+    depth: int
+    rank: int
+    right: bool
+
+
+class DraftTrie:
+    """Nodes are counted in order of addition, parents first; each knows which parts proposed it, and as which rank."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []  # ROOT or an earlier node
+        self.depths: list[int] = []  # 1 behind the root
+        self.proposers: list[list[tuple[int, int]]] = []  # (part, rank)
+        self._children: dict[int, dict[int, int]] = {ROOT: {}}  # by parent: token -> node
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, part: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """A part's tree: its nodes behind the root, parents first; parents[i] is an index among them or ROOT.
+
+        Siblings count as the better ranked the earlier they come.
+        """
+        places: list[int] = []
+        num_siblings: dict[int, int] = {}
+        for token, parent in zip(tokens, parents, strict=True):
+            above = ROOT if parent == ROOT else places[parent]
+            rank = num_siblings.get(above, 0)
+            num_siblings[above] = rank + 1
+            node = self._children[above].get(token)
+            if node is None:
+                node = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(above)
+                self.depths.append(1 if above == ROOT else self.depths[above] + 1)
+                self.proposers.append([])
+                self._children[above][token] = node
+                self._children[node] = {}
+            self.proposers[node].append((part, rank))
+            places.append(node)
+
+    def best(self, num_nodes: int, success: SuccessRate, least_value: float) -> list[int]:
+        """The most valuable nodes, at most num_nodes, each behind its parent, none worth less than least_value.
+
+        A node is worth the chance that the whole path down to it is right; parts that agree on a node count as
+        independent witnesses of it. No node is worth more than its parent, so taking the best one reachable is optimal.
+        """
+        chosen: list[int] = []
+        heap: list[tuple[float, int]] = []
+
+        def reach(parent: int, value: float) -> None:
+            for node in self._children[parent].values():
+                depth, doubt = self.depths[node], 1.0
+                for part, rank in self.proposers[node]:
+                    doubt *= 1.0 - success(part, depth, rank)
+                worth = value * (1.0 - doubt)
+                if worth >= least_value:
+                    heapq.heappush(heap, (-worth, node))
+
+        reach(ROOT, 1.0)
+        while heap and len(chosen) < num_nodes:
+            negative, node = heapq.heappop(heap)
+            chosen.append(node)
+            reach(node, -negative)
+        return chosen
+
+    def judge(self, emitted: Sequence[int]) -> list[Judgement]:
+        """What the tokens that came, `emitted`, say of every node whose parent was right, verified or not."""
+        judgements: list[Judgement] = []
+        at = ROOT
+        for depth, token in enumerate(emitted, start=1):
+            following = self._children[at]
+            judgements += [
+                Judgement(part, depth, rank, proposed == token)
+                for proposed, node in following.items()
+                for part, rank in self.proposers[node]
+            ]
+            if token not in following:
+                break
+            at = following[token]
+        return judgements
+
+    def parts_on_path(self, accepted: Sequence[int]) -> list[int]:
+        """Per accepted draft token the parts that proposed it, flattened: a part counts once per token."""
+        parts: list[int] = []
+        at = ROOT
+        for token in accepted:
+            at = self._children[at][token]
+            parts += [part for part, _ in self.proposers[at]]
+        return parts
