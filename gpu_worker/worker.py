@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -64,6 +65,7 @@ class Worker:
         try:
             self._control.send(control.encode(control.WorkerAttached(self._config.rank)))
             log.info("worker attached", rank=self._config.rank, num_pages=self._engine.num_pages)
+            gc.freeze()  # the collector need not walk over libraries and model at every full collection
             self._serve(plans, results, heartbeat)
         finally:
             heartbeat.close()
@@ -105,15 +107,20 @@ class Worker:
         poller.register(plans.socket, zmq.POLLIN)
         num_steps = 0
         while not self._stopping:
+            # While plans lie ahead nobody has to ring: it would only wake this process for what it reads anyway.
+            data = plans.take()
             # also after a wait that timed out: a doorbell may be lost, a message never is
-            for data in plans.drain():
-                self._engine.runner.execute(decode_plan(data), publish)
+            messages = plans.drain() if data is None else [data]
+            for message in messages:
+                self._engine.runner.execute(decode_plan(message), publish)
                 num_steps += 1
                 heartbeat.beat(num_steps)
+            if messages:
+                continue
             ready = dict(poller.poll(1000))
             if self._control in ready:
-                message = control.decode_scheduler_message(self._control.recv())
-                if isinstance(message, control.Shutdown):
+                order = control.decode_scheduler_message(self._control.recv())
+                if isinstance(order, control.Shutdown):
                     return
 
     def report_failure(self, message: str) -> None:

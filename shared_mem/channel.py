@@ -171,6 +171,10 @@ class ChannelReader:
         """For a zmq.Poller: readable when messages may have come; then, and after a timeout, `drain`."""
         return self._doorbell.socket
 
+    def take(self) -> bytes | None:
+        """The next message if one is there. Asks for no doorbell: call `drain` before going to sleep."""
+        return self._next()
+
     def drain(self) -> list[bytes]:
         """All complete messages, without waiting. Afterwards `socket` becomes readable at the next one."""
         self._doorbell.consume()

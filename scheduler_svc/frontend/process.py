@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -67,6 +68,7 @@ async def _serve(server: FrontendServer, ready_fd: int | None) -> None:
     """Starts, reports, and goes on until something breaks."""
     await server.start()
     model = await server.wait_serving()
+    gc.freeze()  # what is here now stays: full collections need not walk over it
     log.info("serving", listen=server.listen, model=model)
     if ready_fd is not None:
         with os.fdopen(ready_fd, "wb") as pipe:

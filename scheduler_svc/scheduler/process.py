@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import gc
 import math
 import os
 import secrets
@@ -250,6 +251,7 @@ class SchedulerProcess:
         limits = resolve_limits(self._config, hellos)
         self._model = served_model(self._config, limits, hellos[0].model)
         self._scheduler = Scheduler(limits, max_steps_in_flight=_STEPS_IN_FLIGHT)
+        gc.freeze()  # what is here now stays: full collections need not walk over it
         if self._drain_until is not None:
             self._scheduler.accepting = False
             return

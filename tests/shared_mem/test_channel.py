@@ -92,6 +92,29 @@ def test_a_busy_reader_is_not_rung_for_every_message(name: str, context: Context
         assert reader.drain() == [bytes([i]) for i in range(20)]
 
 
+def test_taking_messages_asks_for_no_doorbell(name: str, context: Context) -> None:
+    with (
+        ChannelWriter.create(name, CAPACITY, 1, doorbell_address(name), context) as writer,
+        ChannelReader.attach(name, 0, doorbell_address(name), context) as reader,
+    ):
+        writer.send(b"rings: the reader was armed from the start", 1)
+        assert poll(reader, 5)
+        assert reader.drain() != []
+        writer.send(b"rings: drain asked for it", 1)
+        assert poll(reader, 5)
+        assert reader.take() == b"rings: drain asked for it"
+        assert reader.take() is None
+        assert reader.drain() == []  # consumes that ring, and asks for the next
+        writer.send(b"first", 1)
+        assert poll(reader, 5)
+        assert reader.take() == b"first"
+        writer.send(b"second", 1)
+        writer.send(b"third", 1)
+        assert [reader.take(), reader.take(), reader.take()] == [b"second", b"third", None]
+        assert reader.drain() == []
+        assert not poll(reader, 0.05)  # nobody had rung for the second and the third
+
+
 @pytest.mark.parametrize("how", ["receive", "drain"])
 def test_a_lost_doorbell_loses_no_message(
     how: str, name: str, context: Context, monkeypatch: pytest.MonkeyPatch
