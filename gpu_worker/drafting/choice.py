@@ -15,11 +15,15 @@ class ChoiceOfDrafts:
         self._head = head
         self._sampler = sampler
 
+    def takes_best(self, slots: list[int]) -> bool:
+        """Whether all of these slots take the head's best id as it is."""
+        return self._sampler.proposes_best(slots)
+
     def best(
         self, normed: torch.Tensor, slots: list[int], positions: list[int], drafted: list[list[int]]
     ) -> tuple[list[int], torch.Tensor | None]:
         """The draft token behind each row of normed [M, h] and the law it was drawn from: see Sampler.propose."""
-        if self._sampler.proposes_best(slots):
+        if self.takes_best(slots):
             return target_ids(self._head, self._head.output.argmax(normed)).tolist(), None
         return self._sampler.propose(self._logits(normed), slots, positions, drafted)
 
@@ -33,7 +37,7 @@ class ChoiceOfDrafts:
     ) -> tuple[list[list[int]], list[list[float]]]:
         """For each row the `count` ids that the target is most likely to draw next, with their log-probabilities."""
         count = min(count, self._head.output.num_columns)
-        if self._sampler.proposes_best(slots):
+        if self.takes_best(slots):
             columns, logits, normaliser = self._head.output.topk(normed, count)
             return target_ids(self._head, columns).tolist(), (logits - normaliser[:, None]).tolist()
         ids, values = self._sampler.propose_children(self._logits(normed), slots, positions, drafted, count)

@@ -19,9 +19,10 @@ from gpu_worker.batching import SequenceRows, build_forward_batch
 from gpu_worker.draft_tree import DraftTree, chain_tree
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
+from gpu_worker.drafting.greedy_chain import greedy_chains
 from gpu_worker.drafting.tree_growth import TreeShape, grow_trees
 from gpu_worker.kv_pool import PagedPool
-from gpu_worker.models.heads.base import DraftHead, HeadRows
+from gpu_worker.models.heads.base import ChainsInOneCall, DraftHead, HeadRows
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler
 from shared_mem.enums import SpeculationMethod
@@ -115,9 +116,16 @@ class HiddenStateDrafter:
         laws: list[list[torch.Tensor]] = [[] for _ in requests]
         active = [i for i, count in enumerate(wanted) if count > 0]
         if active:
-            slots = torch.tensor([requests[i].slot for i in active], device=self._head.device)
+            names = [requests[i].slot for i in active]
+            slots = torch.tensor(names, device=self._head.device)
             state = HeadRows(self._recycled[slots], self._normed[slots])
-        for step in range(max(wanted, default=0)):
+            if isinstance(self._head, ChainsInOneCall) and self._choice.takes_best(names):
+                counts = [wanted[i] for i in active]
+                chains = greedy_chains(table, self._head, self._pool, names, counts, state)
+                for i, chain in zip(active, chains, strict=True):
+                    drafts[i] = chain
+                active = []
+        for step in range(max((wanted[i] for i in active), default=0)):
             still = [j for j, i in enumerate(active) if wanted[i] > step]
             if len(still) < len(active):
                 state = state.select(torch.tensor(still, device=self._head.device))

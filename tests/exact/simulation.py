@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from gpu_worker.draft_tree import DraftTree
+from gpu_worker.draft_tree import DraftTree, chain_tree
 from gpu_worker.sampling.sampler import Sampler, Verification
 from shared_mem.enums import AcceptanceRule
 from shared_mem.records import SamplingRecord
@@ -110,6 +110,38 @@ def model_chain(logits: torch.Tensor, length: int) -> Drafter:
         return regular_tree(last, torch.tensor(drafted), list(range(length)), q_rows)
 
     return draft
+
+
+def uneven_chains(logits: torch.Tensor, length: int) -> Drafter:
+    """Chains of 0 to `length` drafts: s % (length + 1) in slot s. Every third one ends with a deterministic draft.
+    """
+    whole = model_chain(logits, length)
+
+    def draft(sampler: Sampler, slots: list[int], last: list[int], num_tokens: list[int]) -> DraftTree:
+        tree = whole(sampler, slots, last, num_tokens)
+        assert tree.q is not None
+        tokens = tree.tokens.view(len(slots), length + 1).clone()
+        q = tree.q.view(len(slots), length + 1, -1).clone()
+        fixed = torch.tensor(slots) % 3
+        for node in range(1, length + 1):
+            # Only the last node may change: what follows was drawn behind the old one.
+            here = (fixed == 0) & (torch.tensor(slots) % (length + 1) == node)
+            tokens[here, node] = logits[tokens[here, node - 1]].argmax(dim=-1)
+            q[here, node] = 0.0
+        counts = [slot % (length + 1) for slot in slots]
+        chains = chain_tree(last, [row[1 : n + 1] for row, n in zip(tokens.tolist(), counts, strict=True)])
+        kept = torch.cat([q[r, : n + 1] for r, n in enumerate(counts)])
+        return DraftTree(chains.indptr, chains.tokens, chains.parents, chains.depths, kept)
+
+    return draft
+
+
+def point_mass_chain(sampler: Sampler, slots: list[int], last: list[int], num_tokens: list[int]) -> DraftTree:
+    """The drafts of lookup_chain as if they had been drawn from point masses."""
+    tree = lookup_chain(sampler, slots, last, num_tokens)
+    q = torch.nn.functional.one_hot(tree.tokens, VOCABULARY).float()
+    q[tree.depths == 0] = 0.0
+    return DraftTree(tree.indptr, tree.tokens, tree.parents, tree.depths, q)
 
 
 def lookup_chain(sampler: Sampler, slots: list[int], last: list[int], num_tokens: list[int]) -> DraftTree:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from . import simulation as sim
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-COUPLED, REJECTION = AcceptanceRule.COUPLED, AcceptanceRule.REJECTION
+COUPLED, REJECTION, BLOCK = AcceptanceRule.COUPLED, AcceptanceRule.REJECTION, AcceptanceRule.BLOCK
 
 CASES = {
     "rejection-sampled-chain": (REJECTION, sim.model_chain(sim.DRAFT, 2)),
@@ -24,6 +26,13 @@ CASES = {
     "coupled-lookup-chain": (COUPLED, sim.lookup_chain),
     "coupled-best-children": (COUPLED, sim.best_children_tree),
     "coupled-plain": (COUPLED, sim.no_drafts),
+    "block-sampled-chain": (BLOCK, sim.model_chain(sim.DRAFT, 2)),
+    "block-long-chain": (BLOCK, sim.model_chain(sim.DRAFT, 4)),
+    "block-uneven-chains": (BLOCK, sim.uneven_chains(sim.DRAFT, 3)),
+    "block-point-masses": (BLOCK, sim.point_mass_chain),
+    "block-lookup-chain": (BLOCK, sim.lookup_chain),
+    "block-best-children": (BLOCK, sim.best_children_tree),
+    "block-sampled-siblings": (BLOCK, sim.sampled_siblings_tree(1)),
 }
 BATCH = 10_000
 
@@ -60,11 +69,12 @@ def check_round_law(rounds: list[sim.Round], laws: np.ndarray) -> None:
     first = np.zeros((5, 5))
     bonus = np.zeros((5, 5))
     for step in rounds:
-        depth = int(step.tree.depths.max())
+        indptr, depths = step.tree.indptr, step.tree.depths.tolist()
         verification = step.verification
         emitted = zip(step.last_tokens, verification.token_ids, verification.num_accepted, strict=True)
-        for last, tokens, num_accepted in emitted:
+        for r, (last, tokens, num_accepted) in enumerate(emitted):
             first[last, tokens[0]] += 1
+            depth = max(depths[indptr[r] : indptr[r + 1]])
             if depth and num_accepted == depth:
                 bonus[tokens[-2], tokens[-1]] += 1
     tables = [first, bonus] if bonus.any() else [first]
@@ -99,7 +109,62 @@ def _first_round_acceptance(case: str, num: int) -> float:
     return float(np.mean([accepted > 0 for accepted in rounds[0].verification.num_accepted]))
 
 
-@pytest.mark.parametrize("rule", [COUPLED, REJECTION])
+def test_blocks_are_accepted_as_often_as_their_theory_says():
+    """All chains of two and three drafts from token 0 enumerated; blocks are longer than what rejection keeps."""
+    p, q = sim.filtered_law(sim.TARGET), sim.filtered_law(sim.DRAFT)
+    num = 20_000
+    for length in (2, 3):
+        counts = {}
+        for rule in (BLOCK, REJECTION):
+            _, rounds = sim.simulate(
+                sim.model_chain(sim.DRAFT, length), rule, num_sequences=num, num_tokens=1, min_rounds=1
+            )
+            counts[rule] = np.array(rounds[0].verification.num_accepted)
+        expected = {BLOCK: np.zeros(length + 1), REJECTION: np.zeros(length + 1)}
+        for chain in itertools.product(range(5), repeat=length):
+            path = (0, *chain)
+            steps = list(itertools.pairwise(path))
+            drafted = np.prod([q[a, b] for a, b in steps])
+            if drafted == 0:
+                continue
+            kept, stands, accepts = 1.0, [], []
+            for i, (a, b) in enumerate(steps, start=1):
+                accepts.append(min(1.0, p[a, b] / q[a, b]))
+                kept = min(1.0, kept * p[a, b] / q[a, b])
+                left = np.maximum(kept * p[b] - q[b], 0).sum()
+                stands.append(kept if i == length else left / (left + 1 - kept))
+            for i in range(length + 1):
+                longer = np.prod([1 - h for h in stands[i:]])
+                expected[BLOCK][i] += drafted * longer * (stands[i - 1] if i else 1.0)
+                expected[REJECTION][i] += (
+                    drafted * np.prod(accepts[:i]) * (1.0 if i == length else 1 - accepts[i])
+                )
+        for rule in (BLOCK, REJECTION):
+            assert abs(expected[rule].sum() - 1) < 1e-9
+            sim.assert_counts(np.bincount(counts[rule], minlength=length + 1), expected[rule] * num)
+        lengths = np.arange(length + 1)
+        gain = (expected[BLOCK] - expected[REJECTION]) @ lengths
+        assert gain > 0.02
+        assert counts[BLOCK].mean() - counts[REJECTION].mean() > gain - 5 * length / np.sqrt(num)
+
+
+def test_point_masses_are_accepted_as_often_as_block_as_by_rejection():
+    """No lossless rule keeps more: the first i drafts stand as often as the target writes them."""
+    num = 20_000
+    p = sim.filtered_law(sim.TARGET)
+    first = int(sim.TARGET[0].argmax())
+    second = (first + 1) % sim.VOCABULARY  # as lookup_chain drafts behind one known token
+    expected = np.array(
+        [1 - p[0, first], p[0, first] * (1 - p[first, second]), p[0, first] * p[first, second]]
+    )
+    for case in ("block-point-masses", "block-lookup-chain", "rejection-lookup-chain"):
+        rule, drafter = CASES[case]
+        _, rounds = sim.simulate(drafter, rule, num_sequences=num, num_tokens=1, min_rounds=1)
+        counts = np.bincount(rounds[0].verification.num_accepted, minlength=3)
+        sim.assert_counts(counts[expected > 0], expected[expected > 0] * num)
+
+
+@pytest.mark.parametrize("rule", [COUPLED, REJECTION, BLOCK])
 def test_a_draft_equal_to_the_target_is_always_accepted(rule):
     _, rounds = sim.simulate(sim.model_chain(sim.TARGET, 4), rule, num_sequences=5000, num_tokens=15)
     assert len(rounds) == 3

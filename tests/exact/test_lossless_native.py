@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.models.base import CausalLM
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
-from tests.exact.drafted_engines import NAMES, make_engine
+from tests.exact.drafted_engines import HEAD_NAMES, NAMES, make_engine
 from tests.exact.test_lossless_tiny import FEATURES
 from tests.harness.engine import InProcessEngine
 from tests.models import make_tiny_llama
@@ -19,27 +21,32 @@ from tests.models import make_tiny_llama
 SIZES = {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 
 
+@pytest.fixture(scope="module")
+def native_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's directory."""
+    return make_tiny_llama(tmp_path_factory.mktemp("native"), **SIZES)  # type: ignore[arg-type]
+
+
 @pytest.fixture(scope="module", params=["int8", "bfloat16"])
-def native_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+def native_model(request: pytest.FixtureRequest, native_dir: Path) -> CausalLM:
     """A tiny model on the CPU kernels, two threads."""
     kernels = native.load()
     if kernels is None:
         pytest.skip("installed without a C++ compiler")
-    directory = make_tiny_llama(tmp_path_factory.mktemp("native"), **SIZES)  # type: ignore[arg-type]
     return load_model(
-        resolve_model(str(directory)), request.param, torch.device("cpu"), ThreadTeam(kernels, 2)
+        resolve_model(str(native_dir)), request.param, torch.device("cpu"), ThreadTeam(kernels, 2)
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *HEAD_NAMES])
 def test_every_feature_equals_speculation_off_bit_for_bit(
-    name: str, native_model: CausalLM, prompts: list[list[int]]
+    name: str, native_model: CausalLM, native_dir: Path, prompts: list[list[int]]
 ) -> None:
     """Ids, log-probabilities and ends, each prompt with each feature, all in one batch of mixed requests."""
     plain = InProcessEngine(native_model, page_size=16)
     greedy = plain.generate(prompts, max_tokens=48)
     references = {tuple(prompt): ids for prompt, ids in zip(prompts, greedy, strict=True)}
-    drafted = make_engine(name, native_model, references, page_size=16)
+    drafted = make_engine(name, native_model, references, native_dir, page_size=16)
     ids = []
     for fields in FEATURES.values():
         for prompt in prompts:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from gpu_worker.models.base import CausalLM
 from scheduler_svc.messages import Sampling, Stopping
 from shared_mem.enums import AcceptanceRule, FinishReason, SpeculationMethod
-from tests.exact.drafted_engines import NAMES, make_engine
+from tests.exact.drafted_engines import HEAD_NAMES, NAMES, make_engine
 from tests.harness.engine import GREEDY, InProcessEngine, Output
 
 References = dict[tuple[int, ...], list[int]]
@@ -51,12 +53,13 @@ def _assert_equal(drafted: Output, plain: Output) -> None:
         )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *HEAD_NAMES])
 def test_every_feature_equals_speculation_off(
-    name: str, tiny: CausalLM, prompts: list[list[int]], references: References
+    name: str, tiny: CausalLM, tiny_model_dir: Path, prompts: list[list[int]], references: References
 ) -> None:
     """Each prompt with each feature, all in one batch of mixed requests."""
-    drafted, plain = make_engine(name, tiny, references), InProcessEngine(tiny)
+    drafted = make_engine(name, tiny, references, tiny_model_dir)
+    plain = InProcessEngine(tiny)
     ids: list[tuple[str, str, str]] = []
     for feature, fields in FEATURES.items():
         for prompt in prompts:

@@ -34,7 +34,7 @@ def head_config(kind: str, target: CausalLM) -> HeadConfig:
 
 
 def random_tensors(config: HeadConfig, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Every tensor of the configuration, with layer outputs of the size that tiny targets have."""
+    """Every tensor of the configuration; outputs are about as large as inputs, also where no norm is between."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, shape in tensor_shapes(config).items():
@@ -43,7 +43,7 @@ def random_tensors(config: HeadConfig, seed: int = 0) -> dict[str, torch.Tensor]
         elif "norm" in name:
             tensors[name] = 1 + 0.1 * torch.randn(shape, generator=generator)
         else:
-            tensors[name] = torch.randn(shape, generator=generator) * (2.0 / shape[-1] ** 0.5)
+            tensors[name] = torch.randn(shape, generator=generator) * (0.5 * shape[-1] ** -0.5)
     return tensors
 
 

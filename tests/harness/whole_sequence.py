@@ -11,7 +11,9 @@ import torch
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.cpu import CPUAttention
 from gpu_worker.batching import SequenceRows, build_forward_batch
+from gpu_worker.forward_batch import ForwardBatch
 from gpu_worker.models.base import CausalLM
+from gpu_worker.models.heads.base import DraftHead, HeadRows
 from gpu_worker.request_state import RequestTable
 from shared_mem.records import Admission, PageUpdate, SamplingRecord
 
@@ -20,10 +22,28 @@ def forward_whole(
     model: CausalLM, tokens: Sequence[int], page_size: int = 16, attention: AttentionBackend | None = None
 ) -> tuple[torch.Tensor, Any]:
     """(hidden [n, h], the pool with the KV of tokens 0..n-1 in slots 0..n-1)."""
+    pool = model.new_pool(-(-len(tokens) // page_size), page_size)
+    return model.forward(whole_batch(tokens, page_size), pool, attention or CPUAttention()), pool
+
+
+def head_whole(
+    head: DraftHead, model: CausalLM, tokens: Sequence[int], page_size: int = 16
+) -> tuple[HeadRows, Any]:
+    """A draft head over all pairs (t_i, H_{i-1}) of one sequence, with the target's own hidden states: rows, pool."""
+    attention = CPUAttention()
     num_pages = -(-len(tokens) // page_size)
+    batch = whole_batch(tokens, page_size)
+    layers = head.config.feature_layers
+    normed, captured = model.forward_capturing(batch, model.new_pool(num_pages, page_size), attention, layers)
+    hidden = normed if captured is None else captured
+    before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
+    pool = head.new_pool(num_pages, page_size)
+    return head.forward(batch, before, pool, attention, recycled=False), pool
+
+
+def whole_batch(tokens: Sequence[int], page_size: int) -> ForwardBatch:
+    """The forward pass over one sequence alone, whose KV goes to slots 0..n-1."""
     table = RequestTable(1, len(tokens), page_size, torch.device("cpu"))
     table.admit(Admission(0, 0, np.array(tokens, dtype=np.int32), len(tokens), 0, 0, SamplingRecord()))
-    table.set_pages(PageUpdate(0, 0, np.arange(num_pages, dtype=np.int32)))
-    pool = model.new_pool(num_pages, page_size)
-    batch = build_forward_batch(table, [SequenceRows(0, 0, len(tokens))])
-    return model.forward(batch, pool, attention or CPUAttention()), pool
+    table.set_pages(PageUpdate(0, 0, np.arange(-(-len(tokens) // page_size), dtype=np.int32)))
+    return build_forward_batch(table, [SequenceRows(0, 0, len(tokens))])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.forward_batch import ForwardBatch
+from gpu_worker.kernels.draft_head import ChainStart
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.base import OutputHead
 from gpu_worker.models.heads.config import HeadConfig
@@ -55,6 +56,15 @@ class DraftHead(Protocol):
 
         features [T, F] of the target, or what an earlier row gave as `recycled` [T, h].
         """
+        ...
+
+
+@runtime_checkable
+class ChainsInOneCall(Protocol):
+    """A head that drafts a whole greedy chain without coming back between its steps."""
+
+    def chain(self, start: ChainStart, pool: Any) -> torch.Tensor:
+        """Target ids [D, most steps] behind the start tokens; -1 behind a sequence's own number of steps."""
         ...
 
 

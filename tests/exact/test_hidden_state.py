@@ -1,0 +1,201 @@
+"""Heads that read the target's hidden states: state after rejections, hits and switches, at page and context ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gpu_worker.drafting.hidden_state import HiddenStateDrafter
+from gpu_worker.drafting.tree_growth import TreeShape
+from gpu_worker.models.base import CausalLM
+from scheduler_svc.messages import Sampling
+from scheduler_svc.scheduler.speculation_policy import SpeculationDecision, SpeculationFacts
+from shared_mem.enums import SpeculationMethod
+from tests.exact.drafted_engines import METHOD_OF_HEAD
+from tests.harness.engine import InProcessEngine
+from tests.harness.tiny_heads import KINDS, tiny_head
+from tests.harness.whole_sequence import head_whole
+
+SEEDED = Sampling(0.7, 0, 1.0, 0.0, 0.0, 0.0, 1.0, 5)
+TREE = TreeShape(max_depth=3, max_children=4)
+
+
+def make_engine(
+    kind: str, tiny: CausalLM, directory: Path, tree: TreeShape | None = None, **settings: object
+) -> InProcessEngine:
+    """An engine that drafts with a head of that kind."""
+    head = tiny_head(kind, tiny, directory)
+    settings = {"num_draft_tokens": 9 if tree else 4} | settings
+    return InProcessEngine(tiny, heads={METHOD_OF_HEAD[kind]: head}, tree=tree, **settings)  # type: ignore[arg-type]
+
+
+def drafter_of(engine: InProcessEngine, kind: str) -> HiddenStateDrafter:
+    """The engine's only head drafter."""
+    drafter = engine.drafters[METHOD_OF_HEAD[kind]]
+    assert isinstance(drafter, HiddenStateDrafter)
+    return drafter
+
+
+def assert_draft_state_is_fresh(engine: InProcessEngine, kind: str, target: CausalLM, slot: int) -> None:
+    """KV and carried outputs equal those of a cold pass over the same tokens with the target's own hidden states."""
+    drafter = drafter_of(engine, kind)
+    head, pool = drafter._head, engine.head_pools[METHOD_OF_HEAD[kind]]
+    computed = int(drafter._computed[slot])
+    tokens = engine.table.known(slot)[:computed].tolist()
+    rows, fresh = head_whole(head, target, tokens)
+    slots = torch.from_numpy(engine.table.kv_slots(slot, np.arange(computed)))
+    for layer in range(head.config.num_layers):
+        for ours, theirs in ((pool.keys, fresh.keys), (pool.values, fresh.values)):  # type: ignore[attr-defined]
+            torch.testing.assert_close(ours[layer][slots], theirs[layer][:computed], atol=1e-4, rtol=1e-4)
+    if drafter._ready[slot]:
+        torch.testing.assert_close(drafter._normed[slot], rows.normed[-1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(drafter._recycled[slot], rows.recycled[-1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_draft_state_equals_a_cold_pass_after_every_step(
+    kind: str, tree: TreeShape | None, tiny: CausalLM, tiny_model_dir: Path, prompts: list[list[int]]
+) -> None:
+    """Chunked prefill, then accepted and rejected runs at temperature 0.7: nothing provisional survives."""
+    engine = make_engine(kind, tiny, tiny_model_dir, tree, max_batched_tokens=16)
+    engine.submit(prompts[5], max_tokens=24, sampling=SEEDED)
+    engine.submit(prompts[6], max_tokens=24, sampling=SEEDED)
+    checked = 0
+    while engine.step():
+        for slot in np.flatnonzero(engine.table.epochs >= 0).tolist():
+            if drafter_of(engine, kind)._computed[slot]:
+                assert_draft_state_is_fresh(engine, kind, tiny, slot)
+                checked += 1
+    assert checked > 20
+    outputs = engine.outputs.values()
+    if kind == "eagle-full":
+        assert sum(output.num_accepted_tokens for output in outputs) > 0
+
+
+@pytest.mark.parametrize("extra", [0, 6], ids=["whole prompt", "two pages"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prefix_hit_resumes_the_draft_exactly(
+    kind: str, extra: int, tiny: CausalLM, tiny_model_dir: Path
+) -> None:
+    """Two prompts share exactly two full pages, or are the same and a multiple of the page: as in a cold run."""
+    generator = np.random.default_rng(5)
+    shared = generator.integers(3, 290, 8).tolist()
+    first = shared + generator.integers(3, 290, extra).tolist()
+    second = shared + generator.integers(3, 290, extra + 1 if extra else 0).tolist()
+    cold = make_engine(kind, tiny, tiny_model_dir)
+    cold_id = cold.submit(second, max_tokens=24)
+    cold_output = cold.run()[cold_id, 0]
+    warm = make_engine(kind, tiny, tiny_model_dir)
+    warm.generate([first], max_tokens=8)
+    warm_id = warm.submit(second, max_tokens=24)
+    warm.step()
+    slot = int(np.flatnonzero(warm.table.epochs >= 0)[0])
+    assert int(drafter_of(warm, kind)._computed[slot]) == len(second) + 1
+    assert_draft_state_is_fresh(warm, kind, tiny, slot)
+    warm_output = warm.run()[warm_id, 0]
+    assert warm_output.num_cached_tokens == (8 if extra else 4)
+    assert warm_output.token_ids == cold_output.token_ids
+    assert warm_output.steps == cold_output.steps
+
+
+@pytest.mark.parametrize("kind", ["eagle-full", "eagle3", "mtp"])
+def test_pages_without_the_heads_kv_are_computed_again(
+    kind: str, tiny: CausalLM, tiny_model_dir: Path, prompts: list[list[int]]
+) -> None:
+    """A prefix that was computed with speculation off holds no draft KV: the target makes its hidden states anew."""
+    cold = make_engine(kind, tiny, tiny_model_dir)
+    cold_id = cold.submit(prompts[5], max_tokens=24)
+    cold_output = cold.run()[cold_id, 0]
+    engine = make_engine(kind, tiny, tiny_model_dir)
+    engine.generate([prompts[5]], max_tokens=8, method=SpeculationMethod.DISABLED)
+    first = engine.submit(prompts[5], max_tokens=24)
+    output = engine.run()[first, 0]
+    assert output.num_cached_tokens == 0
+    assert (output.token_ids, output.steps) == (cold_output.token_ids, cold_output.steps)
+    second = engine.submit(prompts[5], max_tokens=24)  # the better copies took the old ones' place
+    output = engine.run()[second, 0]
+    assert output.num_cached_tokens > 0
+    assert (output.token_ids, output.steps) == (cold_output.token_ids, cold_output.steps)
+
+
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", ["eagle-full", "eagle3"])
+def test_the_context_limit_holds(
+    kind: str, tree: TreeShape | None, tiny: CausalLM, tiny_model_dir: Path
+) -> None:
+    """Prompts of 57..63 tokens in a context of 64: as without speculation, and no position reaches the limit."""
+    generator = np.random.default_rng(3)
+    prompts = [generator.integers(3, 290, n).tolist() for n in range(57, 64)]
+    plain = InProcessEngine(tiny, max_context_tokens=64).generate(prompts, max_tokens=100)
+    engine = make_engine(kind, tiny, tiny_model_dir, tree, max_context_tokens=64, steps_in_flight=2)
+    assert engine.generate(prompts, max_tokens=100) == plain
+    assert all(len(prompt) + len(ids) == 64 for prompt, ids in zip(prompts, plain, strict=True))
+
+
+class SwitchingPolicy:
+    """Every row drafts by another method: any of those loaded, or none, as a fixed random sequence says."""
+
+    def __init__(self, methods: list[SpeculationMethod], seed: int) -> None:
+        self._methods = methods
+        self._random = np.random.default_rng(seed)
+
+    def followers(self, method: SpeculationMethod) -> frozenset[SpeculationMethod]:
+        """All of them follow every sequence."""
+        return frozenset(self._methods)
+
+    def decide(self, facts: SpeculationFacts) -> SpeculationDecision:
+        """A random method with a random number of drafts, within what fits."""
+        choice = int(self._random.integers(0, len(self._methods) + 1))
+        if choice == len(self._methods):
+            return SpeculationDecision(SpeculationMethod.DISABLED, 0)
+        if not facts.decoding:
+            return SpeculationDecision(self._methods[choice], 0)
+        covered = facts.num_coverable_tokens - facts.num_tokens - facts.num_unsure_tokens - 1
+        most = min(facts.num_remaining_tokens - 1, facts.num_budget_rows, covered)
+        return SpeculationDecision(self._methods[choice], max(0, min(most, int(self._random.integers(0, 7)))))
+
+
+@pytest.mark.parametrize("num_requests", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_methods_switched_at_random_change_nothing(
+    num_requests: int, tiny: CausalLM, tiny_model_dir: Path
+) -> None:
+    """A soak: five drafters, a method per row and step, shared prefixes, preemptions, greedy and seeded requests."""
+    heads = {
+        METHOD_OF_HEAD[kind]: tiny_head(kind, tiny, tiny_model_dir)
+        for kind in ("eagle-full", "eagle3", "mtp")
+    }
+    methods = [*heads, SpeculationMethod.NGRAM, SpeculationMethod.DRAFT_MODEL]
+    drafted = InProcessEngine(
+        tiny,
+        draft=tiny.truncated(1),
+        ngram=True,
+        heads=heads,
+        tree=TREE,
+        num_pages=60,
+        num_draft_tokens=6,
+        max_running_requests=6,
+        steps_in_flight=2,
+        policy=SwitchingPolicy(methods, 1),
+    )
+    plain = InProcessEngine(tiny, num_pages=256)
+    generator = np.random.default_rng(8)
+    stems = [generator.integers(3, 290, 12).tolist() for _ in range(4)]
+    ids = []
+    for number in range(num_requests):
+        stem = stems[number % len(stems)]
+        prompt = stem[: int(generator.integers(4, 13))] + generator.integers(3, 290, number % 5).tolist()
+        sampling = SEEDED if number % 2 else Sampling(0.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0, 0)
+        fields = {"max_tokens": int(generator.integers(1, 30)), "sampling": sampling}
+        ids.append((drafted.submit(prompt, **fields), plain.submit(prompt, **fields)))  # type: ignore[arg-type]
+    drafted_outputs, plain_outputs = drafted.run(), plain.run()
+    for drafted_id, plain_id in ids:
+        assert drafted_outputs[drafted_id, 0].token_ids == plain_outputs[plain_id, 0].token_ids
+    assert sum(output.num_accepted_tokens for output in drafted_outputs.values()) > num_requests / 10
+    assert any(output.num_cached_tokens for output in drafted_outputs.values())
+    drafted.scheduler.flush_prefix_cache()
+    drafted.scheduler.check_integrity()
+    assert drafted.scheduler._allocator.ledger.num_free == drafted.limits.num_pages
