@@ -12,13 +12,16 @@ from gpu_worker.config import WorkerConfig
 from gpu_worker.drafting.base import Drafter
 from gpu_worker.drafting.draft_model import DraftModelDrafter
 from gpu_worker.drafting.hidden_state import HiddenStateDrafter
+from gpu_worker.drafting.medusa import MedusaDrafter
 from gpu_worker.drafting.ngram import NgramDrafter
+from gpu_worker.drafting.portfolio import PortfolioDrafter
 from gpu_worker.drafting.tree_growth import TreeShape
 from gpu_worker.errors import ModelError
 from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.models.base import CausalLM
 from gpu_worker.models.heads.base import DraftHead
 from gpu_worker.models.heads.build import build_head
+from gpu_worker.models.heads.medusa import MedusaHeads, build_medusa
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.weights.head_checkpoint import load_head
@@ -29,7 +32,12 @@ from gpu_worker.weights.tokenizer_export import export_tokenizer
 from shared_mem.control import DrafterFacts
 from shared_mem.enums import SpeculationMethod
 
-HEAD_METHODS = (SpeculationMethod.EAGLE, SpeculationMethod.EAGLE3, SpeculationMethod.MTP)
+HEAD_METHODS = (
+    SpeculationMethod.EAGLE,
+    SpeculationMethod.EAGLE3,
+    SpeculationMethod.MTP,
+    SpeculationMethod.MEDUSA,
+)
 
 _LAYERS_PREFIX = "layers:"
 _SHIPPED = Path(__file__).parent / "shipped_heads"  # by method label, for the embedded model
@@ -41,6 +49,7 @@ class DraftWeights:
 
     model: CausalLM | None = None
     heads: dict[SpeculationMethod, DraftHead] = field(default_factory=dict)
+    medusa: MedusaHeads | None = None
     paths: dict[SpeculationMethod, str] = field(default_factory=dict)  # where each came from
 
     def bytes_per_page(self, page_size: int) -> int:
@@ -58,21 +67,25 @@ def load_draft_weights(
     team: ThreadTeam | None,
 ) -> DraftWeights:
     """Everything that the methods of `config.speculation` draft with. Raises ModelError naming what does not fit."""
-    weights = DraftWeights()
+    heads: dict[SpeculationMethod, DraftHead] = {}
+    paths: dict[SpeculationMethod, str] = {}
+    medusa: MedusaHeads | None = None
+    model: CausalLM | None = None
     given = dict(config.heads)
     for method in config.speculation:
-        if method in HEAD_METHODS:
-            path = given.get(method) or _shipped_head(method, config)
+        if method is SpeculationMethod.DRAFT_MODEL:
+            paths[method] = config.draft_model
+            model = _load_draft_model(config.draft_model, target, tokenizer_path, dtype, device, team)
+        elif method in HEAD_METHODS:
+            path = paths[method] = given.get(method) or _shipped_head(method, config)
             checkpoint = load_head(path, target.config)
             if checkpoint.config.kind.value != method.label:
                 raise ModelError(f"{path}: holds a head of kind {checkpoint.config.kind}, not {method.label}")
-            weights.heads[method] = build_head(checkpoint.config, checkpoint.tensors, target)
-            weights.paths[method] = path
-    if SpeculationMethod.DRAFT_MODEL not in config.speculation:
-        return weights
-    weights.paths[SpeculationMethod.DRAFT_MODEL] = config.draft_model
-    model = _load_draft_model(config.draft_model, target, tokenizer_path, dtype, device, team)
-    return DraftWeights(model, weights.heads, weights.paths)
+            if method is SpeculationMethod.MEDUSA:
+                medusa = build_medusa(checkpoint.config, checkpoint.tensors, target)
+            else:
+                heads[method] = build_head(checkpoint.config, checkpoint.tensors, target)
+    return DraftWeights(model, heads, medusa, paths)
 
 
 def build_drafters(
@@ -87,36 +100,53 @@ def build_drafters(
     facts: list[DrafterFacts] = []
     for method in config.speculation:
         limit = 0
+        if method is SpeculationMethod.PORTFOLIO:
+            continue  # made of the others
         if method is SpeculationMethod.NGRAM:
             drafters[method] = NgramDrafter(table)
         elif method is SpeculationMethod.DRAFT_MODEL:
             assert weights.model is not None, "loaded with the others"
             limit = weights.model.config.max_position_embeddings
-            drafters[method] = DraftModelDrafter(
-                weights.model,
-                weights.model.new_pool(num_pages, config.page_size),
-                CPUAttention(table.device),
-                sampler,
-                table,
-                config.max_batched_tokens,
+            drafters[method] = _draft_model_drafter(config, weights.model, sampler, table, num_pages)
+        elif method is SpeculationMethod.MEDUSA:
+            assert weights.medusa is not None, "loaded with the others"
+            tree = config.draft_shape == "tree"
+            drafters[method] = MedusaDrafter(
+                weights.medusa, sampler, table, config.max_draft_depth, tree=tree
             )
         else:
-            head = weights.heads[method]
-            limit = head.config.max_position_embeddings
-            drafters[method] = HiddenStateDrafter(
-                method,
-                head,
-                head.new_pool(num_pages, config.page_size),
-                CPUAttention(table.device),
-                sampler,
-                table,
-                num_pages,
-                TreeShape(config.max_draft_depth) if config.draft_shape == "tree" else None,
-            )
+            limit = weights.heads[method].config.max_position_embeddings
+            drafters[method] = _head_drafter(method, config, weights.heads[method], sampler, table, num_pages)
         reads_hidden = drafters[method].hidden_layers is not None
         path = weights.paths.get(method, "")
         facts.append(DrafterFacts(int(method), path, config.num_draft_tokens, limit, reads_hidden))
+    if SpeculationMethod.PORTFOLIO in config.speculation:
+        drafters[SpeculationMethod.PORTFOLIO] = PortfolioDrafter(dict(drafters), table)
+        facts.append(DrafterFacts(int(SpeculationMethod.PORTFOLIO), "", config.num_draft_tokens, 0))
     return drafters, tuple(facts)
+
+
+def _draft_model_drafter(
+    config: WorkerConfig, model: CausalLM, sampler: Sampler, table: RequestTable, num_pages: int
+) -> DraftModelDrafter:
+    pool = model.new_pool(num_pages, config.page_size)
+    return DraftModelDrafter(
+        model, pool, CPUAttention(table.device), sampler, table, config.max_batched_tokens
+    )
+
+
+def _head_drafter(
+    method: SpeculationMethod,
+    config: WorkerConfig,
+    head: DraftHead,
+    sampler: Sampler,
+    table: RequestTable,
+    num_pages: int,
+) -> HiddenStateDrafter:
+    pool = head.new_pool(num_pages, config.page_size)
+    shape = TreeShape(config.max_draft_depth) if config.draft_shape == "tree" else None
+    attention = CPUAttention(table.device)
+    return HiddenStateDrafter(method, head, pool, attention, sampler, table, num_pages, shape)
 
 
 def _shipped_head(method: SpeculationMethod, config: WorkerConfig) -> str:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from gpu_worker.models.heads.base import DraftHead, target_ids
+from gpu_worker.models.base import OutputHead
 from gpu_worker.sampling.sampler import Sampler
 
 
 class ChoiceOfDrafts:
     """Greedy requests without adjustments never see logits; for the others the draft vocabulary is spread out."""
 
-    def __init__(self, head: DraftHead, sampler: Sampler) -> None:
-        self._head = head
+    def __init__(
+        self, output: OutputHead, token_ids: torch.Tensor | None, vocab_size: int, sampler: Sampler
+    ) -> None:
+        """token_ids [columns of output] int64: the target's id of each; None: its own number. vocab_size: target's."""
+        self._output = output
+        self._token_ids = token_ids
+        self._vocab_size = vocab_size
         self._sampler = sampler
 
     def takes_best(self, slots: list[int]) -> bool:
@@ -24,7 +29,7 @@ class ChoiceOfDrafts:
     ) -> tuple[list[int], torch.Tensor | None]:
         """The draft token behind each row of normed [M, h] and the law it was drawn from: see Sampler.propose."""
         if self.takes_best(slots):
-            return target_ids(self._head, self._head.output.argmax(normed)).tolist(), None
+            return self.target_ids(self._output.argmax(normed)).tolist(), None
         return self._sampler.propose(self._logits(normed), slots, positions, drafted)
 
     def children(
@@ -36,18 +41,21 @@ class ChoiceOfDrafts:
         count: int,
     ) -> tuple[list[list[int]], list[list[float]]]:
         """For each row the `count` ids that the target is most likely to draw next, with their log-probabilities."""
-        count = min(count, self._head.output.num_columns)
+        count = min(count, self._output.num_columns)
         if self.takes_best(slots):
-            columns, logits, normaliser = self._head.output.topk(normed, count)
-            return target_ids(self._head, columns).tolist(), (logits - normaliser[:, None]).tolist()
+            columns, logits, normaliser = self._output.topk(normed, count)
+            return self.target_ids(columns).tolist(), (logits - normaliser[:, None]).tolist()
         ids, values = self._sampler.propose_children(self._logits(normed), slots, positions, drafted, count)
         return ids.tolist(), values.tolist()
 
+    def target_ids(self, columns: torch.Tensor) -> torch.Tensor:
+        """The target's ids of output columns (int64 of any shape)."""
+        return columns if self._token_ids is None else self._token_ids[columns]
+
     def _logits(self, normed: torch.Tensor) -> torch.Tensor:
         """[M, V] float32 over the target's ids; what the head cannot draft is -inf."""
-        logits = self._head.output.logits(normed)
-        ids = self._head.token_ids
-        if ids is None:
+        logits = self._output.logits(normed)
+        if self._token_ids is None:
             return logits
-        full = logits.new_full((len(logits), self._head.config.vocab_size), -torch.inf)
-        return full.index_copy_(1, ids, logits)
+        full = logits.new_full((len(logits), self._vocab_size), -torch.inf)
+        return full.index_copy_(1, self._token_ids, logits)

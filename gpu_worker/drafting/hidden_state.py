@@ -57,7 +57,7 @@ class HiddenStateDrafter:
         self._pool = pool
         self._attention = attention
         self._table = table
-        self._choice = ChoiceOfDrafts(head, sampler)
+        self._choice = ChoiceOfDrafts(head.output, head.token_ids, config.vocab_size, sampler)
         self._shape = shape
         slots, h, size = table.num_slots, config.hidden_size, config.feature_size
         device = head.device

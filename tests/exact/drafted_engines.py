@@ -12,7 +12,7 @@ from gpu_worker.request_state import RequestTable
 from shared_mem.enums import SpeculationMethod
 from tests.harness.engine import InProcessEngine
 from tests.harness.scripted_drafters import Script, ScriptedDrafter, junk, oracle, wrong_at
-from tests.harness.tiny_heads import KINDS, tiny_head
+from tests.harness.tiny_heads import KINDS, tiny_head, tiny_medusa
 
 NAMES = (
     "ngram",
@@ -25,7 +25,9 @@ NAMES = (
     "junk-tree",
     "portfolio",
 )
-HEAD_NAMES = tuple(f"{kind}/{shape}" for kind in KINDS for shape in ("chain", "tree"))
+HEAD_NAMES = tuple(
+    f"{kind}/{shape}" for kind in (*KINDS, "medusa", "portfolio") for shape in ("chain", "tree")
+)
 
 METHOD_OF_HEAD = {
     "eagle": SpeculationMethod.EAGLE,
@@ -61,6 +63,13 @@ def make_engine(
         kind, shape = name.split("/")
         tree = TreeShape(max_depth=3, max_children=4) if shape == "tree" else None
         settings = {"num_draft_tokens": 9 if tree else 4} | settings
+        if kind == "medusa":
+            return InProcessEngine(target, medusa=tiny_medusa(target), tree=tree, **settings)
+        if kind == "portfolio":
+            heads = {SpeculationMethod.EAGLE: tiny_head("eagle-full", target, directory)}
+            medusa = tiny_medusa(target, num_layers=2, own_lm_head=True)
+            settings |= {"heads": heads, "medusa": medusa, "ngram": True}
+            return InProcessEngine(target, portfolio=True, tree=tree, **settings)
         head = tiny_head(kind, target, directory)
         return InProcessEngine(target, heads={METHOD_OF_HEAD[kind]: head}, tree=tree, **settings)
     scripts: dict[str, Script] = {

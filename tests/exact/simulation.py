@@ -113,8 +113,7 @@ def model_chain(logits: torch.Tensor, length: int) -> Drafter:
 
 
 def uneven_chains(logits: torch.Tensor, length: int) -> Drafter:
-    """Chains of 0 to `length` drafts: s % (length + 1) in slot s. Every third one ends with a deterministic draft.
-    """
+    """Chains of 0 to `length` drafts: s % (length + 1) in slot s. Every third one ends with a deterministic draft."""
     whole = model_chain(logits, length)
 
     def draft(sampler: Sampler, slots: list[int], last: list[int], num_tokens: list[int]) -> DraftTree:

@@ -13,6 +13,7 @@ from gpu_worker.attention.cpu import CPUAttention
 from gpu_worker.drafting.base import Drafter
 from gpu_worker.drafting.draft_model import DraftModelDrafter
 from gpu_worker.drafting.hidden_state import HiddenStateDrafter
+from gpu_worker.drafting.medusa import MedusaDrafter
 from gpu_worker.drafting.ngram import NgramDrafter
 from gpu_worker.drafting.portfolio import PortfolioDrafter
 from gpu_worker.drafting.tree_growth import TreeShape
@@ -20,6 +21,7 @@ from gpu_worker.kv_pool import KVPool, PagedPool
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.base import CausalLM
 from gpu_worker.models.heads.base import DraftHead
+from gpu_worker.models.heads.medusa import MedusaHeads
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler
 from scheduler_svc.messages import (
@@ -71,6 +73,7 @@ class InProcessEngine:
         draft: CausalLM | None = None,
         ngram: bool = False,
         heads: Mapping[SpeculationMethod, DraftHead] | None = None,
+        medusa: MedusaHeads | None = None,
         tree: TreeShape | None = None,
         scripted: Mapping[SpeculationMethod, DrafterFactory] | None = None,
         portfolio: bool = False,
@@ -113,6 +116,11 @@ class InProcessEngine:
             pool = self.head_pools[method] = head.new_pool(num_pages, page_size)
             self.drafters[method] = HiddenStateDrafter(
                 method, head, pool, attention(), self.sampler, self.table, num_pages, tree
+            )
+        if medusa is not None:
+            depth = medusa.config.num_medusa_heads
+            self.drafters[SpeculationMethod.MEDUSA] = MedusaDrafter(
+                medusa, self.sampler, self.table, depth, tree=tree is not None
             )
         for method, factory in (scripted or {}).items():
             self.drafters[method] = factory(self.table)

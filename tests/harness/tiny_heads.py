@@ -11,6 +11,7 @@ from gpu_worker.models.base import CausalLM
 from gpu_worker.models.heads.base import DraftHead
 from gpu_worker.models.heads.build import build_head
 from gpu_worker.models.heads.config import HeadConfig, HeadKind, decoder_head_config
+from gpu_worker.models.heads.medusa import MedusaHeads, build_medusa
 from gpu_worker.models.heads.tensors import DRAFT_IDS, tensor_shapes
 from gpu_worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
@@ -31,6 +32,21 @@ def head_config(kind: str, target: CausalLM) -> HeadConfig:
         return decoder_head_config(HeadKind.MTP, config)
     head = decoder_head_config(HeadKind.EAGLE, config, full_norms=kind == "eagle-full")
     return dataclasses.replace(head, combine_bias=kind == "eagle")
+
+
+def tiny_medusa(target: CausalLM, num_layers: int = 1, *, own_lm_head: bool = False) -> MedusaHeads:
+    """Three random heads over a reduced draft vocabulary, or over all ids with output heads of their own."""
+    vocab_size = target.config.vocab_size
+    config = HeadConfig(
+        HeadKind.MEDUSA,
+        target.config.hidden_size,
+        vocab_size,
+        vocab_size if own_lm_head else 100,
+        own_lm_head=own_lm_head,
+        num_medusa_heads=3,
+        num_medusa_layers=num_layers,
+    )
+    return build_medusa(config, random_tensors(config), target)
 
 
 def random_tensors(config: HeadConfig, seed: int = 0) -> dict[str, torch.Tensor]:

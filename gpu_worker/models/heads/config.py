@@ -67,6 +67,9 @@ class HeadConfig:
     # Medusa
     num_medusa_heads: int = 0
     num_medusa_layers: int = 1  # residual blocks of each head
+    # Medusa and EAGLE's fixed trees: how often the candidate of each rank is right, by depth, given a right parent;
+    # measured in training (drafting/tree_shape.py makes a tree of it). Empty: not measured.
+    hit_rates: tuple[tuple[float, ...], ...] = ()
 
     @property
     def side_input(self) -> bool:
@@ -119,6 +122,7 @@ class HeadConfig:
             values = dict(fields)
             values["kind"] = HeadKind(values["kind"])
             values["feature_layers"] = tuple(values.get("feature_layers", ()))
+            values["hit_rates"] = tuple(tuple(rates) for rates in values.get("hit_rates", ()))
             if "rope" in values:
                 rope = dict(values["rope"])
                 rope["frequency_divisors"] = tuple(rope.get("frequency_divisors", ()))

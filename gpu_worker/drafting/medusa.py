@@ -1,0 +1,123 @@
+"""Medusa: every head's best candidates at once, as a chain or a sparse tree of their products.
+
+Source: Cai et al., arXiv 2401.10774, sections 2.1.1 and 2.3.3. With known tokens t_0 .. t_{n-1}, of which the target
+drew the last from H_{n-2}, head k predicts t_{n+k} from that same hidden state. Nothing but it is carried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gpu_worker.draft_tree import DraftTree, tree_of
+from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
+from gpu_worker.drafting.choice import ChoiceOfDrafts
+from gpu_worker.drafting.tree_shape import ProductTree, build_product_tree
+from gpu_worker.models.heads.medusa import MedusaHeads
+from gpu_worker.request_state import RequestTable
+from gpu_worker.sampling.sampler import Sampler
+from shared_mem.enums import SpeculationMethod
+from shared_mem.records import Admission
+
+_MAX_NODES = 64
+# Where a checkpoint comes without measured hit rates: geometric in depth and rank, which gives a sparse tree.
+_ASSUMED_FIRST, _ASSUMED_DECAY, _ASSUMED_RANKS = 0.5, 0.6, 8
+
+
+class MedusaDrafter:
+    """The shape of a tree is settled when the heads are loaded; a budget takes its first nodes, which are its best."""
+
+    method = SpeculationMethod.MEDUSA
+    keeps_state = True
+    hidden_layers: tuple[int, ...] | None = ()
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        sampler: Sampler,
+        table: RequestTable,
+        max_depth: int,
+        *,
+        tree: bool,
+    ) -> None:
+        """max_depth bounds the levels; without `tree` each has one candidate."""
+        config = heads.config
+        self._heads = heads
+        self._table = table
+        self._choices = [
+            ChoiceOfDrafts(output, heads.token_ids, config.vocab_size, sampler) for output in heads.outputs
+        ]
+        depth = min(max_depth, config.num_medusa_heads)
+        rates = config.hit_rates or assumed_hit_rates(config.num_medusa_heads)
+        self._shape = build_product_tree([r if tree else r[:1] for r in rates[:depth]], _MAX_NODES)
+        self._hidden = torch.zeros(table.num_slots, config.hidden_size, device=heads.device)
+        self._ready = np.zeros(table.num_slots, dtype=np.bool_)
+
+    def admit(self, admission: Admission) -> None:
+        """See Drafter.admit."""
+        self._ready[admission.slot] = False
+
+    def release(self, slot: int) -> None:
+        """See Drafter.release."""
+        self._ready[slot] = False
+
+    def prefill(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
+        """See Drafter.prefill."""
+        self.catch_up(progress, hidden)
+
+    def catch_up(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
+        """Keeps the hidden state that the target drew each sequence's last token from."""
+        slots = [p.slot for p in progress]
+        rows = torch.tensor([int(p.rows[-1]) for p in progress], device=hidden.normed.device)
+        self._hidden[torch.tensor(slots, device=self._hidden.device)] = hidden.normed[rows].to(
+            self._hidden.dtype
+        )
+        self._ready[slots] = [p.num_known > p.num_computed for p in progress]
+
+    def num_computed_after(self, progress: TargetProgress) -> int:
+        """Every known token: there is no KV that could be missing."""
+        return progress.num_known
+
+    def propose(self, requests: Sequence[DraftRequest]) -> DraftTree:
+        """See Drafter.propose."""
+        slots = [request.slot for request in requests]
+        shapes = [
+            self._shape.best(request.num_draft_tokens if self._ready[request.slot] else 0)
+            for request in requests
+        ]
+        candidates = self._candidates(slots, shapes)
+        tokens = [
+            [candidates[depth - 1][r][rank] for depth, rank in zip(shape.depths, shape.ranks, strict=True)]
+            for r, shape in enumerate(shapes)
+        ]
+        roots = self._table.last_tokens(np.array(slots, dtype=np.int64)).tolist()
+        return tree_of(roots, tokens, [list(shape.parents) for shape in shapes], self._table.device)
+
+    def _candidates(self, slots: list[int], shapes: list[ProductTree]) -> list[list[list[int]]]:
+        """By depth and request: the candidates of that depth, best first, as many as any tree has room for."""
+        widths = [0] * max((len(shape.widths) for shape in shapes), default=0)
+        for shape in shapes:
+            for depth, width in enumerate(shape.widths):
+                widths[depth] = max(widths[depth], width)
+        if not widths:
+            return []
+        index = torch.tensor(slots, device=self._hidden.device)
+        states = self._heads.forward(self._hidden[index])  # [R, heads, h]
+        lengths = self._table.num_tokens[slots].tolist()
+        nothing: list[list[int]] = [[] for _ in slots]
+        candidates = []
+        for k, width in enumerate(widths):
+            positions = [n + k for n in lengths]
+            state = states[:, k].contiguous()
+            candidates.append(self._choices[k].children(state, slots, positions, nothing, width)[0])
+        return candidates
+
+
+def assumed_hit_rates(num_heads: int) -> tuple[tuple[float, ...], ...]:
+    """Rates for heads that were never measured: halving over ranks, falling over depths."""
+    return tuple(
+        tuple(_ASSUMED_FIRST * _ASSUMED_DECAY**depth * 0.5**rank for rank in range(_ASSUMED_RANKS))
+        for depth in range(num_heads)
+    )

@@ -1,0 +1,128 @@
+"""Medusa's heads (Cai et al., arXiv 2401.10774, section 2.1.1): residual blocks over the target's last hidden state.
+
+Head k predicts the token k + 1 places behind the one that the target itself draws next. There is no KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from gpu_worker.kernels.draft_head import residual_blocks
+from gpu_worker.kernels.linear import PackedLinear
+from gpu_worker.layers.linear import AnyLinear, make_linear
+from gpu_worker.layers.output_head import TorchOutputHead
+from gpu_worker.models.base import CausalLM, OutputHead
+from gpu_worker.models.heads.config import HeadConfig
+from gpu_worker.models.heads.tensors import DRAFT_IDS
+from gpu_worker.models.llama.model import LlamaForCausalLM
+from gpu_worker.models.native import FLOAT_FORMATS, NativeCausalLM, NativeOutputHead
+
+
+class MedusaHeads(Protocol):
+    """All heads of a Medusa checkpoint beside their target."""
+
+    config: HeadConfig
+    outputs: list[OutputHead]  # of each head; one and the same where they share the target's
+    token_ids: torch.Tensor | None  # [draft_vocab_size] int64 target id of each column; None: its own number
+    device: torch.device
+
+    def forward(self, normed: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states [M, h] -> what each head's output reads, [M, heads, h]."""
+        ...
+
+
+class TorchMedusaHeads:
+    """Implements MedusaHeads in torch."""
+
+    def __init__(
+        self, config: HeadConfig, tensors: Mapping[str, torch.Tensor], target: LlamaForCausalLM
+    ) -> None:
+        """tensors: those of tensor_shapes(config), on the CPU."""
+        self.config = config
+        self.device = target.device
+
+        def linear(name: str) -> AnyLinear:
+            bias = tensors.get(f"{name}.bias")
+            return make_linear(tensors[f"{name}.weight"], bias, target.precision, target.device)
+
+        heads = range(config.num_medusa_heads)
+        self._blocks = [
+            [linear(f"medusa.{k}.blocks.{i}") for i in range(config.num_medusa_layers)] for k in heads
+        ]
+        ids = tensors.get(DRAFT_IDS)
+        self.token_ids = None if ids is None else ids.to(target.device)
+        if config.own_lm_head:
+            self.outputs: list[OutputHead] = [TorchOutputHead(linear(f"medusa.{k}.lm_head")) for k in heads]
+        else:
+            self.outputs = [target.output_head(ids)] * config.num_medusa_heads
+
+    @torch.inference_mode()
+    def forward(self, normed: torch.Tensor) -> torch.Tensor:
+        """See MedusaHeads.forward."""
+        states = []
+        for blocks in self._blocks:
+            x = normed
+            for block in blocks:
+                x = x + F.silu(block(x))
+            states.append(x)
+        return torch.stack(states, dim=1)
+
+
+class NativeMedusaHeads:
+    """Implements MedusaHeads on the CPU kernels: every head's blocks of one depth in one call."""
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self, config: HeadConfig, tensors: Mapping[str, torch.Tensor], target: NativeCausalLM
+    ) -> None:
+        """tensors: those of tensor_shapes(config)."""
+        self.config = config
+        self._team = target.team
+        self._group = target.activation_group
+        self._kernels = target.kernels
+        self._format = FLOAT_FORMATS[target.precision]
+        heads = range(config.num_medusa_heads)
+        # The first blocks read the same rows and are one linear; later ones read each head's own.
+        self._first = self._packed([f"medusa.{k}.blocks.0" for k in heads], tensors)
+        self._later = [
+            [self._packed([f"medusa.{k}.blocks.{i}"], tensors) for i in range(1, config.num_medusa_layers)]
+            for k in heads
+        ]
+        self.token_ids = tensors.get(DRAFT_IDS)
+        if config.own_lm_head:
+            self.outputs: list[OutputHead] = [
+                NativeOutputHead(self._packed([f"medusa.{k}.lm_head"], tensors), self._team, self._group)
+                for k in heads
+            ]
+        else:
+            self.outputs = [target.output_head(self.token_ids)] * config.num_medusa_heads
+
+    def forward(self, normed: torch.Tensor) -> torch.Tensor:
+        """See MedusaHeads.forward. A row's bits do not depend on the other rows."""
+        states = residual_blocks(self._first, self._team, normed.contiguous(), self._group)
+        for k, blocks in enumerate(self._later):
+            for block in blocks:
+                x = states[:, k].contiguous()
+                states[:, k] = residual_blocks(block, self._team, x, self._group)[:, 0]
+        return states
+
+    def _packed(self, names: list[str], tensors: Mapping[str, torch.Tensor]) -> PackedLinear:
+        weight = torch.cat([tensors[f"{name}.weight"] for name in names])
+        linear = PackedLinear(self._kernels, self._format, *weight.shape)
+        linear.pack_floats(weight)
+        if f"{names[0]}.bias" in tensors:
+            linear.set_bias(torch.cat([tensors[f"{name}.bias"] for name in names]))
+        return linear
+
+
+def build_medusa(config: HeadConfig, tensors: Mapping[str, torch.Tensor], target: CausalLM) -> MedusaHeads:
+    """Medusa's heads in their target's precision and on its device."""
+    if isinstance(target, NativeCausalLM):
+        return NativeMedusaHeads(config, tensors, target)
+    assert isinstance(target, LlamaForCausalLM), "the two implementations of CausalLM"
+    return TorchMedusaHeads(config, tensors, target)
