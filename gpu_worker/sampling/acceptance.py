@@ -115,6 +115,91 @@ def accept_by_rejection(
     return Decision(nodes, tokens)
 
 
+def accept_by_block(
+    tree: HostTree,
+    requests: Int64Array,
+    law: Law,
+    law_rows: Int64Array,
+    seeds: torch.Tensor,
+    first_positions: torch.Tensor,
+    q: torch.Tensor,
+) -> Decision:
+    """Block verification of chains: the law p exactly, and never fewer accepted drafts than rejection, on average.
+
+    Arguments as in accept_by_rejection; every tree of `requests` must be a chain. A zero row of q is taken as a
+    point mass at its draft.
+
+    Sun et al., Block Verification Accelerates Speculative Decoding, arXiv 2403.10444, algorithm 2. p_i = min(1,
+    p_{i-1} P_{i-1}(x_i) / Q_{i-1}(x_i)) with p_0 = 1 is how much of the first i drafts' mass the target has kept;
+    prefix i stands with probability h_i = r_i / (r_i + 1 - p_i), where r_i = sum(max(p_i P_i - Q_i, 0)) is what is
+    left for other tokens behind it (the whole block with p_g), and the longest standing prefix is kept. The token
+    behind it is drawn from max(p_i P_i - Q_i, 0), behind the whole block from P_g.
+    """
+    device = law.log_weights.device
+    roots = tree.roots[requests]
+    lengths = np.bincount(tree.owner, minlength=len(tree.roots))[requests] - 1  # drafts of each chain
+    tokens = torch.from_numpy(tree.tokens).to(device)
+    kept = np.zeros(len(requests), dtype=np.int64)
+    mass_kept = torch.ones(len(requests), dtype=torch.float64, device=device)  # p_i
+    mass_at_kept = mass_kept.clone()  # p_i of the longest prefix that stands
+
+    def behind(active: Int64Array, depth: int) -> tuple[Law, torch.Tensor]:
+        """P of each active chain's node at `depth`, and its probabilities [a, K] float64."""
+        local = law.select(torch.from_numpy(law_rows[roots[active] + depth]).to(device))
+        return local, local.probabilities().double()
+
+    def draft(active: Int64Array, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token [a] of each active chain's draft at `depth`, and the law [a, V] it was drawn from."""
+        nodes = torch.from_numpy(roots[active] + depth).to(device)
+        drawn_from, token = q[nodes], tokens[nodes]
+        chosen = ~drawn_from.any(dim=1)
+        if bool(chosen.any()):
+            drawn_from[chosen] = 0.0
+            drawn_from[chosen, token[chosen]] = 1.0
+        return token, drawn_from.double()
+
+    def residual(
+        local: Law, p: torch.Tensor, mass: torch.Tensor, active: Int64Array, depth: int
+    ) -> torch.Tensor:
+        """max(p_i P_i - Q_i, 0) [a, K] behind each active chain's node at `depth`."""
+        return (mass[:, None] * p - local.at_candidates(draft(active, depth + 1)[1])).clamp_(min=0.0)
+
+    for depth in range(1, int(lengths.max(initial=0)) + 1):
+        active = np.flatnonzero(lengths >= depth)
+        here = torch.from_numpy(active).to(device)
+        local, p = behind(active, depth - 1)
+        token, drawn_from = draft(active, depth)
+        ratio = (p * local.matches(token)).sum(dim=1) / drawn_from.gather(1, token[:, None])[:, 0]
+        # a draft that underflowed in q was drawn all the same; one that the target cannot draw ends the block
+        mass = (mass_kept[here] * ratio.nan_to_num(nan=0.0)).clamp_(max=1.0)
+        mass_kept[here] = mass
+        stands = mass.clone()
+        inner = np.flatnonzero(lengths[active] > depth)
+        if len(inner):
+            within = torch.from_numpy(inner).to(device)
+            local, p = behind(active[inner], depth)
+            left = residual(local, p, mass[within], active[inner], depth).sum(dim=1)
+            total = left + 1.0 - mass[within]
+            stands[within] = torch.where(total > 0, left / total, 1.0)
+        u = uniform(seeds[here], first_positions[here], torch.full_like(here, depth - 1), Purpose.ACCEPT)
+        keeps = u <= stands
+        kept[active[keeps.cpu().numpy()]] = depth
+        mass_at_kept[here[keeps]] = mass[keeps]
+    everyone = np.arange(len(requests))
+    local = law.select(torch.from_numpy(law_rows[roots + kept]).to(device))
+    weights = local.probabilities().double()
+    for depth in np.unique(kept[kept < lengths]).tolist():
+        cut = everyone[(kept == depth) & (kept < lengths)]
+        here = torch.from_numpy(cut).to(device)
+        rest = residual(local.select(here), weights[here], mass_at_kept[here], cut, depth)
+        # Nothing is left only where both laws are equal up to rounding: then P itself is the law.
+        weights[here] = torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, weights[here])
+    last = torch.from_numpy(kept).to(device)
+    keys = round_keys(seeds, first_positions, last, Purpose.TARGET)
+    own = Law(weights.log().float(), local.token_ids).draw(keys)
+    return Decision(roots + kept, own.cpu().numpy())
+
+
 def accept_by_bound(
     tree: HostTree,
     requests: Int64Array,

@@ -16,6 +16,7 @@ import torch
 from gpu_worker.draft_tree import DraftTree
 from gpu_worker.sampling.acceptance import (
     Decision,
+    accept_by_block,
     accept_by_bound,
     accept_by_rejection,
     follow_drawn,
@@ -146,7 +147,7 @@ class Sampler:
 
         positions[i]: absolute position of the token to propose; drafted[i]: what this round drafted before it
         (penalties see it, and positions[i] - len(drafted[i]) is the round's first position). Coupled slots
-        use the target's own noise at that position; rejection slots sample, and their rows of q [M, V] say
+        use the target's own noise at that position; rejection and block slots sample, and their rows of q [M, V] say
         from what (zero rows elsewhere; None if nobody sampled); greedy, typical and threshold slots take the
         best token.
         """
@@ -242,10 +243,8 @@ class Sampler:
         law_rows = np.zeros(len(host.tokens), dtype=np.int64)
         law_rows[rows.index] = np.arange(len(rows))
         if kind.rule in (AcceptanceRule.REJECTION, AcceptanceRule.BLOCK):
-            seeds = self._seeds(request_slots[requests], device)
             q = None if q is None else self._in_vocabulary(q)
-            first_positions = to_tensor(first[requests], device)
-            return accept_by_rejection(host, requests, law, law_rows, seeds, first_positions, q)
+            return self._accept_exactly(kind.rule, host, requests, law, law_rows, request_slots, first, q)
 
         def draw(last: Law, owners: Int64Array, nodes: Int64Array) -> torch.Tensor:
             # These rules look at no random number, so the coupled noise of the position is still unused.
@@ -254,6 +253,41 @@ class Sampler:
 
         accepts = self._bound(AcceptanceRule(kind.rule), request_slots)
         return accept_by_bound(host, requests, law, law_rows, accepts, draw)
+
+    def _accept_exactly(
+        self,
+        rule: int,
+        host: HostTree,
+        requests: Int64Array,
+        law: Law,
+        law_rows: Int64Array,
+        request_slots: Int64Array,
+        first: Int64Array,
+        q: torch.Tensor | None,
+    ) -> Decision:
+        """The rejection rule; where `rule` is BLOCK, chains with sampled drafts are judged as blocks.
+
+        For chains without sampled drafts both are the same: either keeps the first i drafts with the probability that
+        the target writes them, which no lossless rule exceeds.
+        """
+        device = law.log_weights.device
+        as_block = np.zeros(len(requests), dtype=np.bool_)
+        if rule == AcceptanceRule.BLOCK and q is not None:
+            sampled = np.unique(host.owner[q.any(dim=1).cpu().numpy()])
+            as_block = host.are_chains(requests) & np.isin(requests, sampled)
+        nodes, tokens = host.roots[requests].copy(), np.zeros(len(requests), dtype=np.int64)
+        for block in (False, True):
+            some = np.flatnonzero(as_block == block)
+            if not len(some):
+                continue
+            seeds = self._seeds(request_slots[requests[some]], device)
+            first_positions = to_tensor(first[requests[some]], device)
+            if block and q is not None:
+                decision = accept_by_block(host, requests[some], law, law_rows, seeds, first_positions, q)
+            else:
+                decision = accept_by_rejection(host, requests[some], law, law_rows, seeds, first_positions, q)
+            nodes[some], tokens[some] = decision.last_nodes, decision.tokens
+        return Decision(nodes, tokens)
 
     def _bound(
         self, rule: AcceptanceRule, request_slots: Int64Array

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu_worker.draft_tree import DraftTree
 from gpu_worker.sampling.slot_states import Int64Array
@@ -43,6 +44,13 @@ class HostTree:
             depths=tree.depths.cpu().numpy(),
             children=children,
         )
+
+    def are_chains(self, requests: Int64Array) -> npt.NDArray[np.bool_]:
+        """[r] whether the tree of each of `requests` is a chain: node k lies k deep."""
+        offsets = np.arange(len(self.owner)) - self.roots[self.owner]
+        branching = np.zeros(len(self.roots), dtype=np.bool_)
+        branching[self.owner[self.depths != offsets]] = True
+        return ~branching[requests]
 
     def paths(self, last_nodes: Int64Array) -> list[list[int]]:
         """For each of last_nodes [r], the nodes from its root to it, both included."""

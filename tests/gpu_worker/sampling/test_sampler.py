@@ -82,23 +82,27 @@ def test_padded_ids_are_never_drawn_nor_drafted(rule, temperature):
 
 
 def test_proposals_by_rule():
-    """Greedy, typical, threshold: the best token; coupled: the target's noise; rejection: a draw."""
-    sampler = Sampler(5, V, "cpu")
+    """Greedy, typical, threshold: the best token; coupled: the target's noise; rejection and block: a draw."""
     rules = [AcceptanceRule.COUPLED, *AcceptanceRule]
+    num = len(rules)
+    sampler = Sampler(num, V, "cpu")
     for slot, rule in enumerate(rules):
         temperature = 0.0 if slot == 0 else 3.0
         sampler.admit(slot, SamplingRecord(temperature=temperature, seed=6, acceptance_rule=rule), [1], 1)
-    logits = random_logits(1).expand(5, -1)
-    tokens, q = sampler.propose(logits, list(range(5)), [7] * 5, [[2, 4]] * 5)
+    logits = random_logits(1).expand(num, -1)
+    tokens, q = sampler.propose(logits, list(range(num)), [7] * num, [[2, 4]] * num)
     best = int(logits[0].argmax())
     noise = gumbel_noise(torch.tensor([6]), torch.tensor([7]), V)[0]
     coupled = int((torch.log_softmax(logits[0] / 3.0, -1) + noise).argmax())
     by_rule = dict(zip(rules[1:], tokens[1:], strict=True))
     assert tokens[0] == by_rule[AcceptanceRule.TYPICAL] == by_rule[AcceptanceRule.THRESHOLD] == best
     assert by_rule[AcceptanceRule.COUPLED] == coupled
-    sampled = 1 + list(AcceptanceRule).index(AcceptanceRule.REJECTION)
-    torch.testing.assert_close(q[sampled], torch.softmax(logits[0] / 3.0, -1))
-    assert not q[[row for row in range(5) if row != sampled]].any()
+    assert by_rule[AcceptanceRule.REJECTION] == by_rule[AcceptanceRule.BLOCK]
+    sampled = [
+        1 + list(AcceptanceRule).index(rule) for rule in (AcceptanceRule.REJECTION, AcceptanceRule.BLOCK)
+    ]
+    torch.testing.assert_close(q[sampled], torch.softmax(logits[:2] / 3.0, -1))
+    assert not q[[row for row in range(num) if row not in sampled]].any()
     assert sampler.propose(logits[:1], [0], [7], [[]])[1] is None
 
 
