@@ -1,0 +1,128 @@
+"""Several conversations laid end to end as one training batch: no padding, and drafts only where there is a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gpu_worker.training.features import ConversationFeatures
+
+
+@dataclass(frozen=True)
+class Span:
+    """One conversation within a batch: its tokens and its law rows, both as [first, end)."""
+
+    first_token: int
+    end_token: int
+    first_row: int
+    end_row: int
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """N tokens of several conversations; R law rows, those whose next token belongs to an answer.
+
+    Row i pairs a token with what the target computed for the token before it, so `features` are shifted by one:
+    zeros stand before a conversation's first token.
+    """
+
+    token_ids: torch.Tensor  # [N] int64
+    positions: torch.Tensor  # [N] int64, within the conversation
+    features: torch.Tensor  # [N, F] compute dtype, shifted
+    spans: tuple[Span, ...]
+    rows: torch.Tensor  # [R] int64, indices of tokens
+    room: (
+        torch.Tensor
+    )  # [R] int64, how many law rows follow without a gap: step k has a target where room >= k
+    columns: torch.Tensor  # [R, k] int64, the law's ids as draft ids; 0 where the draft vocabulary lacks one
+    probs: torch.Tensor  # [R, k] float32; 0 where the draft vocabulary lacks the id
+    best_ids: torch.Tensor  # [R] int64, the target's likeliest id
+    hidden: torch.Tensor | None  # [R, h] compute dtype: what the target computed for the row's own token
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """The ids that a head may draft."""
+
+    ids: torch.Tensor  # [V] int64, ascending
+    columns: torch.Tensor  # [vocab_size] int64, -1 for an id that is not among them
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, vocab_size: int) -> DraftVocabulary:
+        """ids [V] int64, ascending."""
+        columns = torch.full((vocab_size,), -1)
+        columns[ids] = torch.arange(len(ids))
+        return cls(ids, columns)
+
+    @classmethod
+    def most_frequent(cls, counts: torch.Tensor, size: int) -> DraftVocabulary:
+        """The `size` likeliest ids by counts [vocab_size]; all of them if size is the vocabulary's."""
+        ids = torch.arange(len(counts)) if size >= len(counts) else counts.topk(size).indices.sort().values
+        return cls.of(ids, len(counts))
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
+
+
+def collate(
+    conversations: Sequence[ConversationFeatures],
+    vocabulary: DraftVocabulary,
+    dtype: torch.dtype,
+    *,
+    from_captured: bool,
+) -> TrainingBatch:
+    """Lays conversations end to end. from_captured: the head reads the captured layers, not the last hidden state."""
+    spans: list[Span] = []
+    features: list[torch.Tensor] = []
+    hidden: list[torch.Tensor] = []
+    rooms: list[torch.Tensor] = []
+    tokens = rows = 0
+    for item in conversations:
+        length, count = len(item.token_ids), len(item.rows)
+        spans.append(Span(tokens, tokens + length, rows, rows + count))
+        source = item.captured if from_captured else item.hidden
+        assert source is not None, "read with what the head needs"
+        shifted = torch.zeros(source.shape, dtype=dtype)
+        shifted[1:] = source[:-1]
+        features.append(shifted)
+        if item.hidden is not None:
+            hidden.append(item.hidden[item.rows].to(dtype))
+        rooms.append(_room(item.rows))
+        tokens, rows = tokens + length, rows + count
+    columns = vocabulary.columns[torch.cat([item.top_ids for item in conversations])]
+    known = columns >= 0
+    return TrainingBatch(
+        token_ids=torch.cat([item.token_ids for item in conversations]),
+        positions=torch.cat([torch.arange(len(item.token_ids)) for item in conversations]),
+        features=torch.cat(features),
+        spans=tuple(spans),
+        rows=torch.cat(
+            [item.rows + span.first_token for item, span in zip(conversations, spans, strict=True)]
+        ),
+        room=torch.cat(rooms),
+        columns=columns.clamp_min(0),
+        probs=torch.cat([item.top_probs for item in conversations]) * known,
+        best_ids=torch.cat([item.top_ids[:, 0] for item in conversations]),
+        hidden=torch.cat(hidden) if hidden else None,
+    )
+
+
+def _room(rows: torch.Tensor) -> torch.Tensor:
+    """For ascending rows [M]: how many of them follow each without a gap."""
+    count = len(rows)
+    order = torch.arange(count)
+    ends = torch.ones(count, dtype=torch.bool)  # the last row of each run
+    ends[:-1] = rows[1:] != rows[:-1] + 1
+    last = torch.where(ends, order, count).flip(0).cummin(0).values.flip(0)  # the run's end, for each row
+    return last - order

@@ -1,0 +1,79 @@
+"""Training state on disk: everything that the next step depends on, in one file that is replaced as a whole."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu_worker.training.errors import TrainingError
+
+_FILE = "checkpoint.pt"
+
+
+@dataclass
+class Position:
+    """How far a run has come."""
+
+    step: int = 0  # optimizer steps done, skipped ones included
+    epoch: int = 0
+    batch: int = 0  # of the epoch, next to be read (counted over all ranks)
+    rows: int = 0  # law rows seen
+    skipped: int = 0  # steps whose loss or gradient was not finite
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads; kept in its checkpoint, so that shards which appear meanwhile change nothing."""
+
+    shards: tuple[str, ...]  # file names
+    draft_ids: torch.Tensor  # [V] int64
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> RunData:
+        """As a read checkpoint has it."""
+        return cls(tuple(state["shards"]), state["draft_ids"])
+
+
+def save_checkpoint(
+    directory: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: Position,
+    facts: dict[str, Any],
+    data: RunData,
+) -> None:
+    """facts: what must be the same on resuming. No random state: noise is drawn anew from seed, step and rank."""
+    state = {
+        "module": module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "position": vars(position),
+        "facts": facts,
+        "shards": list(data.shards),
+        "draft_ids": data.draft_ids,
+    }
+    unfinished = directory / f"{_FILE}.partial"
+    torch.save(state, unfinished)
+    os.replace(unfinished, directory / _FILE)
+
+
+def read_checkpoint(directory: Path) -> dict[str, Any] | None:
+    """The state that save_checkpoint wrote, or None. Raises TrainingError for a damaged file."""
+    path = directory / _FILE
+    if not path.exists():
+        return None
+    try:
+        return dict(torch.load(path, weights_only=True))
+    except Exception as error:
+        raise TrainingError(f"{path}: cannot be read: {error}") from error
+
+
+def restore(state: dict[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
+    """Puts a read state back; the position to go on from."""
+    module.load_state_dict(state["module"])
+    optimizer.load_state_dict(state["optimizer"])
+    return Position(**state["position"])

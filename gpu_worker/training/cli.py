@@ -1,0 +1,36 @@
+"""draftline-train: synthesize -> extract -> fit -> evaluate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import typer
+
+from gpu_worker.errors import WorkerError
+from gpu_worker.training.commands.extract import extract
+from gpu_worker.training.commands.fit import fit
+
+app = typer.Typer(
+    name="draftline-train",
+    help="Trains draft heads for a target model, from nothing to a served head.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command()(extract)
+app.command()(fit)
+
+DEFAULT_DATA = Path("~/.cache/draftline/training").expanduser()
+
+
+def main() -> None:
+    """Console entry; an expected failure ends with one line on stderr."""
+    try:
+        app()
+    except WorkerError as error:
+        print(f"draftline-train: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

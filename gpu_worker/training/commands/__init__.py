@@ -1,0 +1,1 @@
+"""The subcommands of draftline-train: options, progress on the terminal, and the calls behind them."""

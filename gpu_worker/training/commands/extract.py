@@ -1,0 +1,71 @@
+"""draftline-train extract: the target's hidden states and next-token laws of all conversations, to disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpu_worker.models.heads.config import HeadKind, decoder_head_config
+from gpu_worker.training.commands.options import (
+    DATA,
+    Conversations,
+    Features,
+    Target,
+    Threads,
+    progress_bar,
+    serving_target,
+)
+from gpu_worker.training.extract import Extractor, ExtractProgress
+from gpu_worker.training.features import FeatureMeta
+from gpu_worker.weights.resolve import resolve_model
+
+
+def extract(
+    model: Target = "",
+    conversations: Conversations = DATA / "conversations",
+    features: Features = DATA / "features",
+    dtype: Annotated[
+        str, typer.Option(help="Precision of the target: what it will be served with.")
+    ] = "auto",
+    layers: Annotated[
+        str,
+        typer.Option(
+            help="Layers whose outputs are kept, 0-based, comma-separated; empty: EAGLE-3's usual three."
+        ),
+    ] = "",
+    top_k: Annotated[int, typer.Option(min=1, max=64, help="Ids kept of each next-token law.")] = 64,
+    rows: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass.")] = 2048,
+    threads: Threads = 0,
+) -> None:
+    """Runs the serving target over the conversations; shards that are there already are left alone."""
+    source = resolve_model(model)
+    target, attention = serving_target(source, dtype, threads)
+    wanted = tuple(int(layer) for layer in layers.split(",") if layer.strip())
+    config = decoder_head_config(HeadKind.EAGLE3, target.config, feature_layers=wanted or None)
+    config.check_fits(target.config, "layers")
+    meta = FeatureMeta(
+        target=model,
+        revision=source.revision,
+        precision=target.precision,
+        hidden_size=target.config.hidden_size,
+        vocab_size=target.config.vocab_size,
+        feature_layers=config.feature_layers,
+        top_k=min(top_k, target.config.vocab_size),
+    )
+    extractor = Extractor(target, attention, meta, rows_per_pass=rows)
+    print(
+        f"layers {','.join(map(str, meta.feature_layers))}, {meta.bytes_per_token} bytes a token"
+        f" and {meta.bytes_per_law} more in answers"
+    )
+    with progress_bar() as bar:
+        task = bar.add_task("extract", total=None, note="")
+
+        def report(done: ExtractProgress) -> None:
+            speed = done.tokens / max(done.seconds, 1e-9)
+            note = f"shard {done.shard + 1}/{done.num_shards}, {speed:.0f} tokens/s"
+            bar.update(task, completed=done.tokens, total=done.total_tokens, note=note)
+
+        tokens = extractor.write(Path(conversations).expanduser(), Path(features).expanduser(), report)
+    print(f"{tokens} tokens extracted into {features}")

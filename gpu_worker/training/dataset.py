@@ -1,0 +1,103 @@
+"""The extracted conversations as training and validation batches of about equal work, in an order that a seed fixes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gpu_worker.training.batches import DraftVocabulary, TrainingBatch, collate
+from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.features import FeatureMeta, FeatureShard
+
+_HELD_OUT_OF = 1000  # the share of held-out conversations is counted in thousandths
+
+
+@dataclass(frozen=True)
+class Item:
+    """Where a conversation lies and how large it is."""
+
+    shard: int
+    index: int
+    num_tokens: int
+    num_rows: int
+
+
+class FeatureDataset:
+    """All conversations of some shards. Whether one is held out depends on its tokens alone, not on the others."""
+
+    def __init__(
+        self,
+        directory: Path,
+        paths: Sequence[Path],
+        *,
+        hidden: bool,
+        captured: bool,
+        held_out_thousandths: int = 20,
+        max_tokens: int = 4096,
+    ) -> None:
+        """hidden, captured: what is read. Conversations of more than max_tokens tokens are left out."""
+        self.meta = FeatureMeta.read(directory)
+        self._hidden, self._captured = hidden, captured
+        self._shards = [FeatureShard(path) for path in paths]
+        self.training: list[Item] = []
+        self.held_out: list[Item] = []
+        for number, shard in enumerate(self._shards):
+            for index in range(shard.num_conversations):
+                first, end = int(shard.offsets[index]), int(shard.offsets[index + 1])
+                item = Item(number, index, end - first, shard.num_law_rows(index))
+                if not item.num_rows or item.num_tokens > max_tokens:
+                    continue
+                digest = hashlib.blake2b(shard.token_ids[first:end].tobytes(), digest_size=8).digest()
+                held_out = int.from_bytes(digest, "little") % _HELD_OUT_OF < held_out_thousandths
+                (self.held_out if held_out else self.training).append(item)
+        if not self.training:
+            raise TrainingError(f"{directory}: no conversation to train on in {len(paths)} shards")
+
+    def answer_counts(self) -> torch.Tensor:
+        """[vocab_size] how often each id stands in an answer."""
+        counts = np.zeros(self.meta.vocab_size, dtype=np.int64)
+        for shard in self._shards:
+            counts += np.bincount(shard.token_ids[shard.answer == 1], minlength=len(counts))
+        return torch.from_numpy(counts)
+
+    def epoch(self, number: int, seed: int, rows_per_batch: int) -> list[list[Item]]:
+        """The batches of one pass over the training conversations, shuffled."""
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        order = torch.randperm(len(self.training), generator=generator).tolist()
+        return _packed([self.training[i] for i in order], rows_per_batch)
+
+    def validation(self, rows_per_batch: int, max_rows: int) -> list[list[Item]]:
+        """Batches of held-out conversations, at most about max_rows law rows in all; always the same ones."""
+        chosen, rows = [], 0
+        for item in self.held_out:
+            if rows >= max_rows:
+                break
+            chosen.append(item)
+            rows += item.num_rows
+        return _packed(chosen, rows_per_batch)
+
+    def load(self, items: Sequence[Item], vocabulary: DraftVocabulary, dtype: torch.dtype) -> TrainingBatch:
+        """Reads a batch from the shards."""
+        read = [
+            self._shards[item.shard].read(item.index, hidden=self._hidden, captured=self._captured)
+            for item in items
+        ]
+        return collate(read, vocabulary, dtype, from_captured=self._captured)
+
+
+def _packed(items: Sequence[Item], rows_per_batch: int) -> list[list[Item]]:
+    """Consecutive items, as many as have rows_per_batch law rows, in each batch."""
+    batches: list[list[Item]] = []
+    rows = rows_per_batch
+    for item in items:
+        if rows >= rows_per_batch:
+            batches.append([])
+            rows = 0
+        batches[-1].append(item)
+        rows += item.num_rows
+    return batches

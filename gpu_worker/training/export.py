@@ -1,0 +1,74 @@
+"""Writes a trained head as the service loads it: config.json, model.safetensors in bfloat16, README.md."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from gpu_worker.models.heads.config import SECTION, HeadConfig
+from gpu_worker.models.heads.tensors import DRAFT_IDS, tensor_shapes
+from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.training_log import Measures
+
+
+def export_head(
+    directory: Path,
+    head: nn.Module,
+    config: HeadConfig,
+    draft_ids: torch.Tensor,
+    card: str,
+    dtype: torch.dtype = torch.bfloat16,
+) -> int:
+    """Writes the three files, each replaced as a whole; the size of the weights in bytes."""
+    tensors = {name: value.detach().to(dtype).contiguous() for name, value in head.state_dict().items()}
+    if config.draft_vocab_size < config.vocab_size:
+        tensors[DRAFT_IDS] = draft_ids.long()
+    shapes = tensor_shapes(config)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(shapes.keys() | found.keys()):
+        if shapes.get(name) != found.get(name):
+            raise TrainingError(
+                f"{directory}: tensor {name} is {found.get(name)}, the configuration says {shapes.get(name)}"
+            )
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = directory / "model.safetensors"
+    unfinished = weights.with_suffix(".partial")
+    save_file(tensors, unfinished, metadata={"format": "pt"})
+    os.replace(unfinished, weights)
+    text = json.dumps({SECTION: config.to_json()}, indent=2)
+    for name, content in (("config.json", text + "\n"), ("README.md", card)):
+        part = directory / f"{name}.partial"
+        part.write_text(content, encoding="utf-8")
+        os.replace(part, directory / name)
+    return weights.stat().st_size
+
+
+def model_card(config: HeadConfig, measures: Measures, facts: dict[str, Any]) -> str:
+    """Markdown: what it is, what it learned from, how long, and what was measured. facts: printed as a table."""
+    positions = range(len(measures.acceptance))
+    rows = [
+        "| | " + " | ".join(f"{i + 1}" for i in positions) + " |",
+        "|---|" + "---|" * len(positions),
+        "| greedy | " + " | ".join(f"{value:.3f}" for value in measures.acceptance) + " |",
+        "| temperature 1 | " + " | ".join(f"{value:.3f}" for value in measures.sampled_acceptance) + " |",
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    title = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "mtp": "MTP", "medusa": "Medusa"}[config.kind.value]
+    return (
+        f"---\nlibrary_name: draftline\ntags: [speculative-decoding, {config.kind.value}]\n---\n\n"
+        f"# {title} head\n\n"
+        "Drafts tokens for the target named below; the target verifies them, so its text does not change.\n\n"
+        f"## Training\n\n| | |\n|---|---|\n{table}\n\n"
+        "Data: conversations that the target wrote itself (prompts sampled behind the chat template's user turn, "
+        "answers greedy and sampled). Losses look at answers only.\n\n"
+        "## Acceptance on held-out conversations\n\n"
+        "Share of rows whose drafts are right up to this position, teacher-forced; at temperature 1 the expected "
+        f"share for sampled drafts.\n\n" + "\n".join(rows) + "\n\n"
+        f"Acceptance length of a greedy chain of {len(positions)}: {measures.acceptance_length:.2f}.\n"
+    )

@@ -1,0 +1,249 @@
+"""Step three of training: the loop over batches, for any head kind, on one process or several under torchrun."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gpu_worker.training.batches import DraftVocabulary
+from gpu_worker.training.checkpoint import Position, RunData, read_checkpoint, restore, save_checkpoint
+from gpu_worker.training.dataset import FeatureDataset, Item
+from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.objective import ROWS, BatchOutcome, DraftObjective
+from gpu_worker.training.schedule import learning_rate
+from gpu_worker.training.training_log import Measures, TrainingLog
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """Lengths of the run count optimizer steps."""
+
+    steps: int
+    rows_per_batch: int = 2048  # law rows of one step and process
+    peak_learning_rate: float = 1e-3
+    warmup: int = 100
+    weight_decay: float = 0.01
+    max_gradient_norm: float = 0.5
+    seed: int = 1
+    log_every: int = 20
+    validate_every: int = 250
+    validation_steps: int = 5  # draft steps that validation unrolls
+    validation_rows: int = 8192
+    checkpoint_every: int = 100
+
+
+@dataclass(frozen=True)
+class FitProgress:
+    """Told after each step."""
+
+    step: int
+    total: int
+    loss: float
+    rows_per_second: float
+    acceptance: list[float]
+
+
+class Trainer:
+    """Runs, resumes and reports one fit. Under torchrun each process takes every world-size-th batch."""
+
+    def __init__(
+        self,
+        module: DraftObjective,
+        dataset: FeatureDataset,
+        data: RunData,
+        settings: FitSettings,
+        directory: Path,
+        facts: dict[str, Any],
+    ) -> None:
+        """facts: of head and objective; a checkpoint of other facts is refused. The process group is set up already."""
+        self._module = module
+        self._dataset = dataset
+        self._data = data
+        self._vocabulary = DraftVocabulary.of(data.draft_ids, dataset.meta.vocab_size)
+        self._settings = settings
+        self._directory = directory
+        self._facts = {**facts, "seed": settings.seed, "rows_per_batch": settings.rows_per_batch}
+        self._dtype = module.embedding.dtype
+        parallel = dist.is_initialized()
+        self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if parallel else (0, 1)
+        self._wrapped: nn.Module = module
+        if parallel:
+            # An answer may be too short for the last Medusa head, which then has no gradient.
+            unused = module.head.lookahead > 0
+            self._wrapped = DistributedDataParallel(
+                module, broadcast_buffers=False, find_unused_parameters=unused
+            )
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        # Norm weights and biases are not decayed: they have no scale to keep small.
+        groups = [
+            {"params": [p for p in self._parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
+            {"params": [p for p in self._parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        self._optimizer = torch.optim.AdamW(
+            groups, lr=settings.peak_learning_rate, betas=(0.9, 0.95), fused=True
+        )
+        self.position = Position()
+
+    def run(self, report: Callable[[FitProgress], None] | None = None) -> Measures:
+        """Trains up to settings.steps, from the directory's checkpoint if there is one; the last validation."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        state = read_checkpoint(self._directory)
+        if state is not None:
+            self._check(state["facts"])
+            self.position = restore(state, self._module, self._optimizer)
+            if RunData.of(state).shards != self._data.shards:
+                self.position.epoch, self.position.batch = self.position.epoch + 1, 0
+        log = TrainingLog(self._directory, self.position.step) if self._rank == 0 else None
+        settings, position = self._settings, self.position
+        measures: Measures | None = None
+        since = _Interval()
+        batches = self._dataset.epoch(position.epoch, settings.seed, settings.rows_per_batch)
+        if len(batches) < self._world:
+            raise TrainingError(
+                f"data: one batch for each of {self._world} processes, there are {len(batches)}"
+            )
+        while position.step < settings.steps:
+            if position.batch + self._world > len(batches):
+                position.epoch, position.batch = position.epoch + 1, 0
+                batches = self._dataset.epoch(position.epoch, settings.seed, settings.rows_per_batch)
+            outcome, norm = self._step(batches[position.batch + self._rank])
+            position.batch += self._world
+            position.step += 1
+            since.add(outcome, norm)
+            position.rows += int(outcome.sums[0, ROWS]) * self._world
+            if report is not None:
+                acceptance = Measures.of(since.sums).acceptance
+                report(
+                    FitProgress(
+                        position.step, settings.steps, outcome.loss.item(), since.rows_per_second, acceptance
+                    )
+                )
+            if position.step % settings.log_every == 0 and log is not None:
+                log.train(position.step, self._fields(since), Measures.of(since.sums))
+                since = _Interval()
+            last = position.step == settings.steps
+            if position.step % settings.validate_every == 0 or last:
+                loss, measures = self.validate()
+                since.pause()
+                if log is not None:
+                    log.validation(position.step, {"epoch": position.epoch, "loss": loss}, measures)
+                    log.summary(self._summary(measures))
+                    log.plot()
+            if (position.step % settings.checkpoint_every == 0 or last) and self._rank == 0:
+                save_checkpoint(
+                    self._directory, self._module, self._optimizer, position, self._facts, self._data
+                )
+        if measures is None:
+            measures = self.validate()[1]
+        return measures
+
+    def validate(self) -> tuple[float, Measures]:
+        """Mean loss over the held-out batches and what would have been accepted."""
+        settings = self._settings
+        steps = settings.validation_steps
+        sums = torch.zeros(steps, 5, dtype=torch.float64)
+        losses: list[float] = []
+        self._module.eval()
+        with torch.no_grad():
+            for items in self._dataset.validation(settings.rows_per_batch, settings.validation_rows):
+                batch = self._dataset.load(items, self._vocabulary, self._dtype)
+                outcome = self._module(batch, steps)
+                sums += outcome.sums
+                losses.append(outcome.loss.item())
+        self._module.train()
+        return (sum(losses) / len(losses) if losses else math.nan), Measures.of(sums)
+
+    def _step(self, items: list[Item]) -> tuple[BatchOutcome, float]:
+        """One optimizer step; its gradient norm, NaN where the step was skipped."""
+        settings, position = self._settings, self.position
+        torch.manual_seed((settings.seed * 1_000_003 + position.step) * 1009 + self._rank)
+        batch = self._dataset.load(items, self._vocabulary, self._dtype)
+        rate = learning_rate(
+            position.step, peak=settings.peak_learning_rate, warmup=settings.warmup, total=settings.steps
+        )
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.zero_grad(set_to_none=True)
+        outcome: BatchOutcome = self._wrapped(batch, self._module.objective.unroll)
+        outcome.loss.backward()
+        norm = nn.utils.clip_grad_norm_(self._parameters, settings.max_gradient_norm).item()
+        # The norm is the same on every rank, gradients being averaged, so that all of them skip or none does.
+        if math.isfinite(norm):
+            self._optimizer.step()
+        else:
+            position.skipped += 1
+        return outcome, norm
+
+    def _fields(self, since: _Interval) -> dict[str, float]:
+        return {
+            "epoch": self.position.epoch,
+            "rows": self.position.rows,
+            "loss": since.loss,
+            "learning_rate": self._optimizer.param_groups[0]["lr"],
+            "gradient_norm": since.gradient_norm,
+            "rows_per_second": since.rows_per_second,
+            "skipped": self.position.skipped,
+        }
+
+    def _summary(self, measures: Measures) -> dict[str, Any]:
+        return {
+            "position": vars(self.position),
+            "settings": asdict(self._settings),
+            "facts": self._facts,
+            "training_conversations": len(self._dataset.training),
+            "held_out_conversations": len(self._dataset.held_out),
+            "validation": asdict(measures),
+            "acceptance_length": measures.acceptance_length,
+        }
+
+    def _check(self, theirs: dict[str, Any]) -> None:
+        for name, mine in self._facts.items():
+            if theirs.get(name) != mine:
+                raise TrainingError(
+                    f"{self._directory}: its checkpoint was made with {name} {theirs.get(name)!r}, not {mine!r}"
+                )
+
+
+class _Interval:
+    """Sums since the last log line."""
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(1, 5, dtype=torch.float64)
+        self._losses: list[float] = []
+        self._norms: list[float] = []
+        self._last = time.monotonic()
+        self._seconds = 0.0
+        self._rows = 0.0
+
+    def add(self, outcome: BatchOutcome, norm: float) -> None:
+        now = time.monotonic()
+        self._seconds, self._last = self._seconds + now - self._last, now
+        self.sums = self.sums + outcome.sums
+        self._rows += outcome.sums[0, ROWS].item()
+        self._losses.append(outcome.loss.item())
+        self._norms.append(norm)
+
+    def pause(self) -> None:
+        """What came between this and the last step is not counted."""
+        self._last = time.monotonic()
+
+    @property
+    def loss(self) -> float:
+        return sum(self._losses) / len(self._losses)
+
+    @property
+    def gradient_norm(self) -> float:
+        return sum(self._norms) / len(self._norms)
+
+    @property
+    def rows_per_second(self) -> float:
+        return self._rows / self._seconds if self._seconds else 0.0

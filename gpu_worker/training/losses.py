@@ -1,0 +1,130 @@
+"""Losses between a draft's logits and the target's stored law, with their gradient, without ever keeping logits.
+
+The law of a row is sparse: its k likeliest ids. Any loss that looks only at the draft's probabilities q_j of those ids
+has, by g_j = dL/d log q_j, the gradient dL/dz_v = g_v - q_v * sum_j g_j at the logits z. So logits are computed a
+block of rows at a time, turned into their gradient in place, multiplied back, and forgotten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+LossKind = Literal["cross-entropy", "total-variation", "hybrid"]
+LOSS_KINDS: tuple[LossKind, ...] = ("cross-entropy", "total-variation", "hybrid")
+
+_BLOCK_ROWS = 512
+_HYBRID_DECAY = 3.0
+
+
+@dataclass
+class LawLosses:
+    """Per row of R; all but `loss` carry no gradient."""
+
+    loss: torch.Tensor  # [R] float32
+    overlap: torch.Tensor  # [R] sum of min(p, q): how often this draft is accepted when it is sampled
+    best: torch.Tensor  # [R] int64, the likeliest draft id
+
+
+def law_losses(
+    normed: torch.Tensor,
+    head: torch.Tensor,
+    columns: torch.Tensor,
+    probs: torch.Tensor,
+    kind: LossKind = "cross-entropy",
+) -> LawLosses:
+    """normed [R, h] (behind the last norm), head [V, h]; the target's law at columns [R, k] of the head.
+
+    Entries outside the draft vocabulary have column 0 and probability 0. The probabilities are not normalised over the
+    draft vocabulary, so a row counts by the part of its law that the draft could ever reach. Gradients flow to
+    `normed`, and to `head` where it asks for them.
+    """
+    loss, overlap, best = _LawLoss.apply(normed, head, columns, probs, kind)
+    return LawLosses(loss, overlap, best)
+
+
+def sparse_loss(log_q: torch.Tensor, p: torch.Tensor, kind: LossKind) -> tuple[torch.Tensor, torch.Tensor]:
+    """[R, k] each -> the loss [R] and its gradient by log_q [R, k].
+
+    "cross-entropy": -sum p log q. "total-variation": 1 - sum min(p, q). "hybrid" blends the two by how good the row
+    already is, weight exp(-3 a) on cross-entropy with a the overlap (the weight is not differentiated): cross-entropy
+    moves a draft that is far off, total variation is what acceptance measures.
+    """
+    cross_entropy, by_cross_entropy = -(p * log_q).sum(-1), -p
+    if kind == "cross-entropy":
+        return cross_entropy, by_cross_entropy
+    q = log_q.exp()
+    overlap = torch.minimum(p, q).sum(-1)
+    variation, by_variation = 1.0 - overlap, -q * (q < p)
+    if kind == "total-variation":
+        return variation, by_variation
+    weight = torch.exp(-_HYBRID_DECAY * overlap)
+    loss = weight * cross_entropy + (1.0 - weight) * variation
+    return loss, weight[:, None] * by_cross_entropy + (1.0 - weight)[:, None] * by_variation
+
+
+class _LawLoss(torch.autograd.Function):
+    """Forward computes the gradients too; backward scales them by the rows' upstream gradients.
+
+    Scaling a row's gradient afterwards is exact, because a row's loss depends on that row alone; only the head's own
+    gradient mixes rows, so a trained head is multiplied in backward from the rows that were kept.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        normed: torch.Tensor,
+        head: torch.Tensor,
+        columns: torch.Tensor,
+        probs: torch.Tensor,
+        kind: LossKind,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = len(normed)
+        wants_normed, wants_head = ctx.needs_input_grad[:2]
+        weights = head.to(normed.dtype)
+        loss, overlap = (
+            normed.new_empty(rows, dtype=torch.float32),
+            normed.new_empty(rows, dtype=torch.float32),
+        )
+        best = torch.empty(rows, dtype=torch.int64, device=normed.device)
+        grad_normed = torch.empty_like(normed) if wants_normed else None
+        kept: list[torch.Tensor] = []
+        for first in range(0, rows, _BLOCK_ROWS):
+            block = slice(first, first + _BLOCK_ROWS)
+            logits = (normed[block] @ weights.T).float()
+            best[block] = logits.argmax(-1)
+            normalizer = logits.logsumexp(-1, keepdim=True)
+            log_q, p = logits.gather(1, columns[block]) - normalizer, probs[block]
+            overlap[block] = torch.minimum(p, log_q.exp()).sum(-1)
+            loss[block], sparse = sparse_loss(log_q, p, kind)
+            if not (wants_normed or wants_head):
+                continue
+            grad = logits.sub_(normalizer).exp_().mul_(-sparse.sum(-1, keepdim=True))
+            grad = grad.scatter_add_(1, columns[block], sparse).to(normed.dtype)
+            if grad_normed is not None:
+                torch.mm(grad, weights, out=grad_normed[block])
+            if wants_head:
+                kept.append(grad)
+        ctx.save_for_backward(normed, grad_normed, *kept)
+        ctx.mark_non_differentiable(overlap, best)
+        return loss, overlap, best
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        normed, grad_normed, *kept = ctx.saved_tensors
+        scale = upstream[:, None].to(normed.dtype)
+        grad_head = None
+        if kept:
+            scaled = torch.cat(kept) * scale
+            grad_head = (scaled.T @ normed).float()
+        if grad_normed is not None:
+            grad_normed = grad_normed * scale
+        return grad_normed, grad_head, None, None, None
+
+
+def step_weights(steps: int, decay: float) -> list[float]:
+    """decay^k for k = 0 .. steps - 1, summing to 1."""
+    raw = [decay**k for k in range(steps)]
+    return [weight / sum(raw) for weight in raw]

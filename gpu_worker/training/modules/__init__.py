@@ -1,0 +1,1 @@
+"""Draft heads as torch modules for training: the same arithmetic as the serving heads, under the same names."""
