@@ -1,13 +1,14 @@
 """Under plan_layout.py and result_layout.py: what every record shares, and the walk over its bytes.
 
-A record is a header, arrays of fixed-layout numpy records, and two pools that hold everything of variable
+A record is a header, arrays of fixed-layout records, and two pools that hold everything of variable
 length: one of int32, one of float32, in the order of the records that own them. No pickling: a worker in any
 language can read it. `LAYOUT_VERSION` is compared in the handshake (control.py) and in every record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -19,8 +20,8 @@ LAYOUT_VERSION = 2
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 UInt8Array = npt.NDArray[np.uint8]
-RecordArray = npt.NDArray[np.void]
 
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
 _Enum = TypeVar("_Enum", bound=IntEnum)
 
@@ -54,29 +55,28 @@ class RecordReader:
     not hold what the header and the records say they hold.
     """
 
-    def __init__(self, data: bytes | memoryview, header_dtype: np.dtype[np.void]) -> None:
+    def __init__(self, data: bytes | memoryview, header: struct.Struct) -> None:
         self._data = bytes(data)
-        self._offset = 0
-        if len(self._data) < header_dtype.itemsize:
-            raise LayoutError(
-                f"record of {len(self._data)} bytes is shorter than its header ({header_dtype.itemsize})"
-            )
-        self.header: np.void = self.take(header_dtype, 1)[0]
-        version = int(self.header["layout_version"])
+        self._offset = header.size
+        if len(self._data) < header.size:
+            raise LayoutError(f"record of {len(self._data)} bytes is shorter than its header ({header.size})")
+        version, *self.header = header.unpack_from(self._data)
         if version != LAYOUT_VERSION:
             raise LayoutError(f"record has layout version {version}, this process speaks {LAYOUT_VERSION}")
         self._ints: Int32Array = np.zeros(0, dtype=np.int32)
         self._floats: Float32Array = np.zeros(0, dtype=np.float32)
         self._next_int = self._next_float = 0
 
-    def take(self, dtype: np.dtype[np.void], count: int) -> RecordArray:
-        """The next `count` records."""
-        return self._take(dtype, int(count))
+    def take(self, record: struct.Struct, count: int) -> Iterator[tuple[Any, ...]]:
+        """The next `count` records, field by field."""
+        size = record.size * count
+        start = self._advance(size)
+        return record.iter_unpack(self._data[start : start + size])
 
     def take_pools(self, num_ints: int, num_floats: int) -> None:
         """The two pools, with which the record must end."""
-        self._ints = self._take(np.dtype("<i4"), int(num_ints))
-        self._floats = self._take(np.dtype("<f4"), int(num_floats))
+        self._ints = self._take(_INT32, num_ints)
+        self._floats = self._take(_FLOAT32, num_floats)
         if self._offset != len(self._data):
             raise LayoutError(
                 f"record of {len(self._data)} bytes has {len(self._data) - self._offset} bytes too many"
@@ -105,12 +105,17 @@ class RecordReader:
                 raise LayoutError(f"{name} pool holds {size} numbers, its records own {used}")
 
     def _take(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-        size = dtype.itemsize * count
-        if self._offset + size > len(self._data):
-            raise LayoutError(f"record of {len(self._data)} bytes ends before offset {self._offset + size}")
-        array = np.frombuffer(self._data, dtype=dtype, count=count, offset=self._offset)
-        self._offset += size
-        return array
+        return np.frombuffer(
+            self._data, dtype=dtype, count=count, offset=self._advance(dtype.itemsize * count)
+        )
+
+    def _advance(self, size: int) -> int:
+        """Where the next `size` bytes begin."""
+        start = self._offset
+        if start + size > len(self._data):
+            raise LayoutError(f"record of {len(self._data)} bytes ends before offset {start + size}")
+        self._offset = start + size
+        return start
 
     @staticmethod
     def _end(start: int, count: int, size: int, name: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 
 from shared_mem.enums import AcceptanceRule, SpeculationMethod
@@ -16,83 +18,52 @@ from shared_mem.layout import (
 )
 from shared_mem.plan import Admission, PageUpdate, RowPlan, SamplingRecord, SlotRelease, StepPlan
 
-_PLAN_HEADER = np.dtype(
-    [
-        ("layout_version", "<u4"),
-        ("num_releases", "<u4"),
-        ("step_id", "<u8"),
-        ("num_admissions", "<u4"),
-        ("num_page_updates", "<u4"),
-        ("num_rows", "<u4"),
-        ("num_ints", "<u4"),
-        ("num_floats", "<u4"),
-        ("pad", "<u4"),
-    ]
+# Little-endian, without padding but what is named so.
+_PLAN_HEADER = struct.Struct("<IIQIIIIII")  # layout_version, num_releases, step_id, and then the numbers of
+# admissions, page updates, rows, ints and floats; pad
+_RELEASE = struct.Struct("<iI")  # slot, epoch
+_ADMISSION_FIELDS = (
+    ("seed", "Q"),
+    ("slot", "i"),
+    ("epoch", "I"),
+    ("num_prompt_tokens", "i"),
+    ("num_tokens", "i"),
+    ("num_cached_tokens", "i"),
+    ("num_draft_cached_tokens", "i"),
+    ("min_tokens", "i"),
+    ("num_logprobs", "i"),
+    ("num_prompt_logprobs", "i"),
+    ("top_k", "i"),
+    ("num_bias", "i"),
+    ("num_end_ids", "i"),
+    ("temperature", "f"),
+    ("top_p", "f"),
+    ("min_p", "f"),
+    ("presence_penalty", "f"),
+    ("frequency_penalty", "f"),
+    ("repetition_penalty", "f"),
+    ("typical_epsilon", "f"),
+    ("typical_delta", "f"),
+    ("threshold", "f"),
+    ("acceptance_rule", "I"),
+    ("methods", "I"),
+    ("pad", "I"),
 )
-_RELEASE = np.dtype([("slot", "<i4"), ("epoch", "<u4")])
-_ADMISSION = np.dtype(
-    [
-        ("seed", "<u8"),
-        ("slot", "<i4"),
-        ("epoch", "<u4"),
-        ("num_prompt_tokens", "<i4"),
-        ("num_tokens", "<i4"),
-        ("num_cached_tokens", "<i4"),
-        ("num_draft_cached_tokens", "<i4"),
-        ("min_tokens", "<i4"),
-        ("num_logprobs", "<i4"),
-        ("num_prompt_logprobs", "<i4"),
-        ("top_k", "<i4"),
-        ("num_bias", "<i4"),
-        ("num_end_ids", "<i4"),
-        ("temperature", "<f4"),
-        ("top_p", "<f4"),
-        ("min_p", "<f4"),
-        ("presence_penalty", "<f4"),
-        ("frequency_penalty", "<f4"),
-        ("repetition_penalty", "<f4"),
-        ("typical_epsilon", "<f4"),
-        ("typical_delta", "<f4"),
-        ("threshold", "<f4"),
-        ("acceptance_rule", "<u4"),
-        ("methods", "<u4"),
-        ("pad", "<u4"),
-    ]
-)
-_PAGE_UPDATE = np.dtype([("slot", "<i4"), ("first_index", "<i4"), ("num_pages", "<i4"), ("pad", "<i4")])
-_ROW = np.dtype(
-    [
-        ("slot", "<i4"),
-        ("epoch", "<u4"),
-        ("num_computed", "<i4"),
-        ("num_query", "<i4"),
-        ("num_draft_tokens", "<i4"),
-        ("method", "<u1"),
-        ("samples", "<u1"),
-        ("pad", "<u2"),
-    ]
-)
+_ADMISSION = struct.Struct("<" + "".join(code for _, code in _ADMISSION_FIELDS))
+_PAGE_UPDATE = struct.Struct("<iiii")  # slot, first_index, num_pages, pad
+_ROW = struct.Struct(
+    "<iIiiiBBH"
+)  # slot, epoch, num_computed, num_query, num_draft_tokens, method, samples, pad
 
 
 def encode_plan(plan: StepPlan) -> bytes:
     """The plan as header + records + one int32 pool + one float32 pool."""
-    releases = np.array([(r.slot, r.epoch) for r in plan.releases], dtype=_RELEASE)
-    admissions = np.zeros(len(plan.admissions), dtype=_ADMISSION)
-    updates = np.array(
-        [(u.slot, u.first_index, len(u.page_ids), 0) for u in plan.page_updates], dtype=_PAGE_UPDATE
-    )
-    rows = np.array(
-        [
-            (r.slot, r.epoch, r.num_computed, r.num_query, r.num_draft_tokens, r.method, r.samples, 0)
-            for r in plan.rows
-        ],
-        dtype=_ROW,
-    )
+    parts = [_RELEASE.pack(r.slot, r.epoch) for r in plan.releases]
     ints: list[Int32Array] = []
     floats: list[Float32Array] = []
-    for i, admission in enumerate(plan.admissions):
+    for admission in plan.admissions:
         s = admission.sampling
-        admissions[i] = (
+        record = (
             s.seed,
             admission.slot,
             admission.epoch,
@@ -119,78 +90,82 @@ def encode_plan(plan: StepPlan) -> bytes:
             admission.methods,
             0,
         )
+        parts.append(_ADMISSION.pack(*record))
         ints.append(np.asarray(admission.token_ids, dtype=np.int32))
         ints.append(np.array([token for token, _ in s.logit_bias], dtype=np.int32))
         ints.append(np.array(s.end_ids, dtype=np.int32))
         floats.append(np.array([bias for _, bias in s.logit_bias], dtype=np.float32))
-    ints.extend(np.asarray(u.page_ids, dtype=np.int32) for u in plan.page_updates)
+    for u in plan.page_updates:
+        parts.append(_PAGE_UPDATE.pack(u.slot, u.first_index, len(u.page_ids), 0))
+        ints.append(np.asarray(u.page_ids, dtype=np.int32))
+    parts += [
+        _ROW.pack(r.slot, r.epoch, r.num_computed, r.num_query, r.num_draft_tokens, r.method, r.samples, 0)
+        for r in plan.rows
+    ]
     int_pool = concatenate_ints(ints)
     float_pool = concatenate_floats(floats)
-    header = np.array(
-        (
-            LAYOUT_VERSION,
-            len(releases),
-            plan.step_id,
-            len(admissions),
-            len(updates),
-            len(rows),
-            len(int_pool),
-            len(float_pool),
-            0,
-        ),
-        dtype=_PLAN_HEADER,
+    header = _PLAN_HEADER.pack(
+        LAYOUT_VERSION,
+        len(plan.releases),
+        plan.step_id,
+        len(plan.admissions),
+        len(plan.page_updates),
+        len(plan.rows),
+        len(int_pool),
+        len(float_pool),
+        0,
     )
-    parts = (header, releases, admissions, updates, rows, int_pool, float_pool)
-    return b"".join(part.tobytes() for part in parts)
+    return b"".join((header, *parts, int_pool.tobytes(), float_pool.tobytes()))
 
 
 def decode_plan(data: bytes | memoryview) -> StepPlan:
     """The inverse of encode_plan. Raises LayoutError for another version or bytes that do not fit it."""
     reader = RecordReader(data, _PLAN_HEADER)
-    header = reader.header
-    releases = reader.take(_RELEASE, header["num_releases"]).tolist()
-    admissions = reader.take(_ADMISSION, header["num_admissions"])
-    updates = reader.take(_PAGE_UPDATE, header["num_page_updates"]).tolist()
-    rows = reader.take(_ROW, header["num_rows"]).tolist()
-    reader.take_pools(header["num_ints"], header["num_floats"])
+    num_releases, step_id, num_admissions, num_updates, num_rows, num_ints, num_floats, _ = reader.header
+    releases = reader.take(_RELEASE, num_releases)
+    admissions = reader.take(_ADMISSION, num_admissions)
+    updates = reader.take(_PAGE_UPDATE, num_updates)
+    rows = reader.take(_ROW, num_rows)
+    reader.take_pools(num_ints, num_floats)
     decoded_admissions = []
-    for record in admissions:
+    for values in admissions:
+        record = {name: value for (name, _), value in zip(_ADMISSION_FIELDS, values, strict=True)}
         token_ids = reader.ints(record["num_tokens"])
         bias_ids = reader.ints(record["num_bias"]).tolist()
         end_ids = tuple(reader.ints(record["num_end_ids"]).tolist())
         bias = tuple(zip(bias_ids, reader.floats(record["num_bias"]).tolist(), strict=True))
         decoded_admissions.append(
             Admission(
-                slot=int(record["slot"]),
-                epoch=int(record["epoch"]),
+                slot=record["slot"],
+                epoch=record["epoch"],
                 token_ids=token_ids,
-                num_prompt_tokens=int(record["num_prompt_tokens"]),
-                num_cached_tokens=int(record["num_cached_tokens"]),
-                num_draft_cached_tokens=int(record["num_draft_cached_tokens"]),
+                num_prompt_tokens=record["num_prompt_tokens"],
+                num_cached_tokens=record["num_cached_tokens"],
+                num_draft_cached_tokens=record["num_draft_cached_tokens"],
                 sampling=SamplingRecord(
-                    temperature=float(record["temperature"]),
-                    top_k=int(record["top_k"]),
-                    top_p=float(record["top_p"]),
-                    min_p=float(record["min_p"]),
-                    presence_penalty=float(record["presence_penalty"]),
-                    frequency_penalty=float(record["frequency_penalty"]),
-                    repetition_penalty=float(record["repetition_penalty"]),
-                    seed=int(record["seed"]),
-                    min_tokens=int(record["min_tokens"]),
+                    temperature=record["temperature"],
+                    top_k=record["top_k"],
+                    top_p=record["top_p"],
+                    min_p=record["min_p"],
+                    presence_penalty=record["presence_penalty"],
+                    frequency_penalty=record["frequency_penalty"],
+                    repetition_penalty=record["repetition_penalty"],
+                    seed=record["seed"],
+                    min_tokens=record["min_tokens"],
                     logit_bias=bias,
                     end_ids=end_ids,
-                    num_logprobs=int(record["num_logprobs"]),
-                    num_prompt_logprobs=int(record["num_prompt_logprobs"]),
+                    num_logprobs=record["num_logprobs"],
+                    num_prompt_logprobs=record["num_prompt_logprobs"],
                     acceptance_rule=enum_value(AcceptanceRule, record["acceptance_rule"]),
-                    typical_epsilon=float(record["typical_epsilon"]),
-                    typical_delta=float(record["typical_delta"]),
-                    threshold=float(record["threshold"]),
+                    typical_epsilon=record["typical_epsilon"],
+                    typical_delta=record["typical_delta"],
+                    threshold=record["threshold"],
                 ),
-                methods=int(record["methods"]),
+                methods=record["methods"],
             )
         )
     plan = StepPlan(
-        step_id=int(header["step_id"]),
+        step_id=step_id,
         releases=tuple(SlotRelease(slot, epoch) for slot, epoch in releases),
         admissions=tuple(decoded_admissions),
         page_updates=tuple(PageUpdate(slot, first, reader.ints(count)) for slot, first, count, _ in updates),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 
 from shared_mem.enums import SpeculationMethod
@@ -17,40 +19,19 @@ from shared_mem.layout import (
 )
 from shared_mem.result import Logprobs, RowResult, StepResult
 
-_RESULT_HEADER = np.dtype(
-    [
-        ("layout_version", "<u4"),
-        ("num_rows", "<u4"),
-        ("step_id", "<u8"),
-        ("num_ints", "<u4"),
-        ("num_floats", "<u4"),
-        ("duration_us", "<u4"),
-        ("pad", "<u4"),
-    ]
-)
-_ROW_RESULT = np.dtype(
-    [
-        ("slot", "<i4"),
-        ("epoch", "<u4"),
-        ("num_tokens", "<i4"),
-        ("num_draft_tokens", "<i4"),
-        ("draft_depth", "<i4"),
-        ("num_accepted_tokens", "<i4"),
-        ("num_draft_computed", "<i4"),
-        ("num_logprob_columns", "<i4"),
-        ("num_logprob_rows", "<i4"),
-        ("num_prompt_logprob_columns", "<i4"),
-        ("num_prompt_logprob_rows", "<i4"),
-        ("method", "<u1"),
-        ("pad", "V3"),
-    ]
-)
+# Little-endian, without padding but what is named so.
+_RESULT_HEADER = struct.Struct(
+    "<IIQIIII"
+)  # layout_version, num_rows, step_id, num_ints, num_floats, duration_us, pad
+# slot, epoch, num_tokens, num_draft_tokens, draft_depth, num_accepted_tokens, num_draft_computed; columns and rows of
+# the log-probabilities and of the prompt's; method, pad
+_ROW_RESULT = struct.Struct("<iIiiiiiiiiiB3x")
 
 
 def encode_result(result: StepResult) -> bytes:
     """The result as header + records + one int32 pool + one float32 pool."""
-    records = [
-        (
+    rows = [
+        _ROW_RESULT.pack(
             row.slot,
             row.epoch,
             len(row.token_ids),
@@ -61,11 +42,9 @@ def encode_result(result: StepResult) -> bytes:
             *_shape(row.logprobs),
             *_shape(row.prompt_logprobs),
             row.method,
-            b"",
         )
         for row in result.rows
     ]
-    rows = np.array(records, dtype=_ROW_RESULT)
     ints: list[Int32Array] = []
     floats: list[Float32Array] = []
     for row in result.rows:
@@ -76,24 +55,20 @@ def encode_result(result: StepResult) -> bytes:
                 floats.append(logprobs.values.astype(np.float32).ravel())
     int_pool = concatenate_ints(ints)
     float_pool = concatenate_floats(floats)
-    header = np.array(
-        (LAYOUT_VERSION, len(rows), result.step_id, len(int_pool), len(float_pool), result.duration_us, 0),
-        dtype=_RESULT_HEADER,
+    header = _RESULT_HEADER.pack(
+        LAYOUT_VERSION, len(rows), result.step_id, len(int_pool), len(float_pool), result.duration_us, 0
     )
-    return b"".join(part.tobytes() for part in (header, rows, int_pool, float_pool))
+    return b"".join((header, *rows, int_pool.tobytes(), float_pool.tobytes()))
 
 
 def decode_result(data: bytes | memoryview) -> StepResult:
     """The inverse of encode_result. Raises LayoutError for another version or bytes that do not fit it."""
     reader = RecordReader(data, _RESULT_HEADER)
-    header = reader.header
-    rows = reader.take(_ROW_RESULT, header["num_rows"])
-    reader.take_pools(header["num_ints"], header["num_floats"])
+    num_rows, step_id, num_ints, num_floats, duration_us, _ = reader.header
+    rows = reader.take(_ROW_RESULT, num_rows)
+    reader.take_pools(num_ints, num_floats)
     decoded = []
-    for record in rows.tolist():
-        slot, epoch, num_tokens, num_drafts, depth, num_accepted, num_draft_computed, *shapes, method, _ = (
-            record
-        )
+    for slot, epoch, num_tokens, num_drafts, depth, num_accepted, num_draft_computed, *shapes, method in rows:
         decoded.append(
             RowResult(
                 slot=slot,
@@ -109,7 +84,7 @@ def decode_result(data: bytes | memoryview) -> StepResult:
             )
         )
     reader.finish()
-    return StepResult(int(header["step_id"]), tuple(decoded), int(header["duration_us"]))
+    return StepResult(step_id, tuple(decoded), duration_us)
 
 
 def _shape(logprobs: Logprobs | None) -> tuple[int, int]:

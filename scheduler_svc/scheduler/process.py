@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -103,9 +104,9 @@ class SchedulerProcess:
         log.info("scheduler_started", pid=os.getpid())
         try:
             while self._exit_code is None:
-                self._poller.poll(self._milliseconds_to_wait())
+                ready = dict(self._poller.poll(self._milliseconds_to_wait()))
                 try:
-                    self._turn()
+                    self._turn(ready)
                 except (WorkerLostError, ResultError) as error:
                     self._fail(str(error))
                 self._flush()
@@ -120,19 +121,25 @@ class SchedulerProcess:
             self._frontends.close()
             self._context.term()
 
-    def _turn(self) -> None:
-        """Everything that has happened since the last turn, then the next steps."""
-        self._read_signals()
-        self._workers.receive_control()
-        self._workers.check_connections()
+    def _turn(self, ready: Mapping[Any, int]) -> None:
+        """Everything that has happened since the last turn, as far as sockets are ready, then the next steps."""
+        if self._signals.fileno() in ready:
+            self._read_signals()
+        if self._workers.control_socket in ready:
+            self._workers.receive_control()
+        if self._workers.connection_socket in ready:
+            self._workers.check_connections()
         if self._scheduler is None and self._workers.is_ready:
             self._begin_to_serve()
-        for frontend, message in self._frontends.receive():
-            self._outbox += self._answer(frontend, message)
+        if self._frontends.socket in ready:
+            for frontend, message in self._frontends.receive():
+                self._outbox += self._answer(frontend, message)
         scheduler = self._scheduler
         if scheduler is not None:
-            for result in self._workers.receive_results():
-                self._outbox += scheduler.apply(result)
+            # Nothing ready: time has passed, and a doorbell may have got lost on its way.
+            if not ready or self._workers.result_socket in ready:
+                for result in self._workers.receive_results():
+                    self._outbox += scheduler.apply(result)
             if scheduler.num_steps_in_flight:
                 self._workers.check_heartbeats()
             now = time.time()

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -135,6 +136,10 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         fields = {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return type(value).__name__, fields
+    if isinstance(value, msgspec.Struct):
+        return type(value).__name__, {
+            name: plain(item) for name, item in msgspec.structs.asdict(value).items()
+        }
     return type(value).__name__, value
 
 
