@@ -124,7 +124,7 @@ class PortfolioDrafter:
                 continue
             emitted = self._table.known(p.slot)[proposal.length : p.num_known].tolist()
             for seen in proposal.trie.judge(emitted):
-                self._rates.record(p.slot, seen.part, seen.depth, seen.rank, seen.right)
+                self._rates.record(p.slot, *seen)
             for part in proposal.trie.parts_on_path(emitted[: p.num_accepted]):
                 self.num_accepted[self._methods[part]] += 1
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 MAX_DEPTH = 16  # deeper nodes count as this deep
 MAX_RANKS = 8  # worse ranked siblings count as the last of these
 
@@ -11,35 +9,45 @@ MAX_RANKS = 8  # worse ranked siblings count as the last of these
 class SuccessRates:
     """Exponential averages of "this node was the token that came, its parent having been right".
 
-    A sequence starts from the average over all sequences (the prior) and then follows its own.
+    A sequence starts from the average over all sequences (the prior) and then follows its own. Plain lists: single
+    numbers are read and written a few dozen times a step, which arrays are slow at.
     """
 
     def __init__(self, num_slots: int, num_parts: int, rate: float = 0.15, shared_rate: float = 0.02) -> None:
         """rate, shared_rate: weight of one more observation in a sequence's average and in the prior."""
-        # A guess that lasts for a few dozen observations: every second best candidate is right, others less often.
-        guess = 0.5 * 0.3 ** np.arange(MAX_RANKS)
         self._rate = rate
         self._shared_rate = shared_rate
-        self._shared = np.broadcast_to(
-            guess, (num_parts, MAX_DEPTH, MAX_RANKS)
-        ).copy()  # [parts, depths, ranks]
-        self._of_slots = np.broadcast_to(self._shared, (num_slots, *self._shared.shape)).copy()
+        # A guess that lasts for a few dozen observations: every second best candidate is right, others less often.
+        guess = [0.5 * 0.3**rank for _ in range(MAX_DEPTH) for rank in range(MAX_RANKS)]
+        self._shared = [list(guess) for _ in range(num_parts)]  # [parts][depth - 1, rank]
+        self._of_slots = [[list(guess) for _ in range(num_parts)] for _ in range(num_slots)]
 
     def admit(self, slot: int) -> None:
         """A new sequence: nothing is known of it yet but what holds for all."""
-        self._of_slots[slot] = self._shared
+        self._of_slots[slot] = [list(rates) for rates in self._shared]
 
     def rate(self, slot: int, part: int, depth: int, rank: int) -> float:
         """The estimate for a node at `depth` (1 behind the root) of the given rank among its siblings."""
-        return float(self._of_slots[slot, part, min(depth, MAX_DEPTH) - 1, min(rank, MAX_RANKS - 1)])
+        return self._of_slots[slot][part][_place(depth, rank)]
 
     def reach(self, slot: int, part: int, least_value: float) -> int:
         """Levels down to which the part's best path is worth at least least_value; 0: not even its first node."""
-        worth = np.cumprod(self._of_slots[slot, part, :, 0])
-        return int((worth >= least_value).sum())
+        rates, worth = self._of_slots[slot][part], 1.0
+        for depth in range(MAX_DEPTH):
+            worth *= rates[depth * MAX_RANKS]
+            if worth < least_value:
+                return depth
+        return MAX_DEPTH
 
     def record(self, slot: int, part: int, depth: int, rank: int, right: bool) -> None:
         """One observation."""
-        at = (part, min(depth, MAX_DEPTH) - 1, min(rank, MAX_RANKS - 1))
-        self._of_slots[slot][at] += self._rate * (right - self._of_slots[slot][at])
-        self._shared[at] += self._shared_rate * (right - self._shared[at])
+        place = _place(depth, rank)
+        own, shared = self._of_slots[slot][part], self._shared[part]
+        own[place] += self._rate * (right - own[place])
+        shared[place] += self._shared_rate * (right - shared[place])
+
+
+def _place(depth: int, rank: int) -> int:
+    depth = depth if depth < MAX_DEPTH else MAX_DEPTH
+    rank = rank if rank < MAX_RANKS else MAX_RANKS - 1
+    return (depth - 1) * MAX_RANKS + rank

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 ROOT = -1
 
@@ -12,14 +11,8 @@ ROOT = -1
 SuccessRate = Callable[[int, int, int], float]
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """Whether a part's node was the token that came, its parent having been right."""
-
-    part: int
-    depth: int
-    rank: int
-    right: bool
+# (part, depth, rank, whether that node was the token that came), its parent having been right
+Judgement = tuple[int, int, int, bool]
 
 
 class DraftTrie:
@@ -90,7 +83,7 @@ class DraftTrie:
         for depth, token in enumerate(emitted, start=1):
             following = self._children[at]
             judgements += [
-                Judgement(part, depth, rank, proposed == token)
+                (part, depth, rank, proposed == token)
                 for proposed, node in following.items()
                 for part, rank in self.proposers[node]
             ]

@@ -21,7 +21,7 @@ from . import simulation as sim
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-NUM_SEQUENCES, NUM_TOKENS = 6000, 6
+NUM_SEQUENCES, NUM_TOKENS = 3000, 6
 HIDDEN = TargetHidden(torch.zeros(0, 1), None, ())
 
 

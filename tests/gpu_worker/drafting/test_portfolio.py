@@ -247,9 +247,10 @@ def test_trie_judges_where_the_parent_was_right(emitted: list[int], right: set[t
     trie.add(0, [1, 2, 3], [ROOT, ROOT, 0])
     trie.add(1, [2, 9], [ROOT, 0])
     seen = trie.judge(emitted)
-    assert {(j.part, j.depth, j.rank) for j in seen if j.right} == right
-    assert {(j.part, j.depth, j.rank) for j in seen if j.depth == 1} == {(0, 1, 0), (0, 1, 1), (1, 1, 0)}
-    assert any(j.depth == 2 for j in seen) == (emitted[0] != 7)
+    assert {(part, depth, rank) for part, depth, rank, was_right in seen if was_right} == right
+    at_first = {(part, rank) for part, depth, rank, _ in seen if depth == 1}
+    assert at_first == {(0, 0), (0, 1), (1, 0)}
+    assert any(depth == 2 for _, depth, _, _ in seen) == (emitted[0] != 7)
 
 
 def test_rates_converge_and_are_clipped_in_depth_and_rank() -> None:
