@@ -51,7 +51,8 @@ def read(files: HeadFiles, target: ModelConfig) -> tuple[HeadConfig, dict[str, t
             sources[f"medusa.{k}.blocks.{i}.weight"] = f"{name}.weight"
             sources[f"medusa.{k}.blocks.{i}.bias"] = f"{name}.bias"
             if in_vllm_form and f"{name}.bias" not in files.names:  # its blocks may have none
-                ready[f"medusa.{k}.blocks.{i}.bias"] = torch.zeros(h, dtype=torch.float32)
+                dtype = files.read(f"{name}.weight", (h, h)).dtype
+                ready[f"medusa.{k}.blocks.{i}.bias"] = torch.zeros(h, dtype=dtype)
     names = [
         f"{prefix}lm_heads.{k}.weight" if in_vllm_form else f"{prefix}{k}.{num_blocks}.weight"
         for k in range(num_heads)

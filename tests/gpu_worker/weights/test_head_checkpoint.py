@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_worker.models.heads.config import SECTION, HeadKind, decoder_head_config
+from gpu_worker.models.heads.config import SECTION, HeadConfig, HeadKind, decoder_head_config
 from gpu_worker.models.heads.tensors import tensor_shapes
 from gpu_worker.weights.head_checkpoint import HeadCheckpoint, load_head
 from tests.gpu_worker.weights import published_heads as heads
@@ -37,6 +37,16 @@ def test_own_layout_round_trips(tmp_path: Path, kind: HeadKind) -> None:
     assert head.config == config
     assert head.tensors.keys() == tensors.keys()
     assert all(torch.equal(head.read(name), tensor) for name, tensor in tensors.items())
+
+
+def test_own_layout_of_medusa_round_trips(tmp_path: Path) -> None:
+    config = HeadConfig(
+        HeadKind.MEDUSA, heads.H, VOCAB, VOCAB, num_medusa_heads=2, num_medusa_layers=2, own_lm_head=True
+    )
+    tensors = heads.random(1, **tensor_shapes(config))
+    head = load_head(str(write(tmp_path, {SECTION: config.to_json()}, tensors)), TARGET)
+    assert head.config == config
+    check(head, tensors, {}, {})
 
 
 def test_eagle(tmp_path: Path) -> None:
