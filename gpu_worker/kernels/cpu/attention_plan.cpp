@@ -17,6 +17,11 @@ constexpr int64_t kTargetPairs = 30;
 // Items per thread below which a tile's blocks are shared out too.
 constexpr int64_t kItemsPerThread = 4;
 
+// Bytes of one layer's keys and values that are worth fetching ahead of attention: less is read in no time, more
+// does not stay in the last cache.
+constexpr int64_t kLeastFetched = int64_t{1} << 20;
+constexpr int64_t kMostFetched = int64_t{12} << 20;
+
 }  // namespace
 
 void AttentionPlan::build(const DlBatch& batch, const DlPool& pool, int64_t num_heads, int threads) {
@@ -33,6 +38,7 @@ void AttentionPlan::build(const DlBatch& batch, const DlPool& pool, int64_t num_
   }
   make_tiles(repeats);
   make_items(pool.num_kv_heads, repeats, threads);
+  find_likely_tiles(pool, threads);
 }
 
 void AttentionPlan::check(const DlBatch& batch, const DlPool& pool) const {
@@ -125,6 +131,26 @@ void AttentionPlan::make_items(int64_t kv_heads, int64_t repeats, int threads) {
   std::stable_sort(items_.begin(), items_.end(), [this](const AttentionItem& a, const AttentionItem& b) {
     return (a.end - a.begin) * tile(a.tile).rows > (b.end - b.begin) * tile(b.tile).rows;
   });
+}
+
+void AttentionPlan::find_likely_tiles(const DlPool& pool, int threads) {
+  likely_tiles_.resize(static_cast<size_t>(threads));
+  for (auto& tiles : likely_tiles_) tiles.clear();
+  if (!aligned()) return;
+  const auto most = static_cast<size_t>(kMostFetched / threads / pool.tile_bytes);
+  size_t found = 0;
+  for (size_t i = 0; i < items_.size(); i++) {
+    const AttentionItem& item = items_[i];
+    const RowTile& rows = tile(item.tile);
+    if (rows.row0 != batch_->qo_indptr[rows.request]) continue;  // another tile of the request reads the same
+    auto& tiles = likely_tiles_[i % static_cast<size_t>(threads)];
+    const int64_t end = std::min(item.end * kBlockKeys, prefix(rows.request));
+    for (int64_t key = item.begin * kBlockKeys; key < end && tiles.size() < most; key += kGroupKeys, found++) {
+      tiles.push_back(pool.tile(0, slot(rows.request, rows.row0, key) / kGroupKeys, item.kv_head));
+    }
+  }
+  if (static_cast<int64_t>(found) * pool.tile_bytes >= kLeastFetched) return;
+  for (auto& tiles : likely_tiles_) tiles.clear();
 }
 
 int64_t AttentionPlan::slot(int64_t request, int64_t row, int64_t index) const {

@@ -37,6 +37,9 @@ class AttentionPlan {
   // Rows of tiles that are not alone.
   const std::vector<int64_t>& joint_rows() const { return joint_rows_; }
 
+  // Tiles of the pool's first layer that this thread will probably read, in order; other layers' stand layer_bytes apart.
+  const std::vector<const uint8_t*>& likely_tiles(int thread) const { return likely_tiles_[static_cast<size_t>(thread)]; }
+
   bool is_tree(int64_t row) const {
     return batch_->tree_indptr != nullptr && batch_->tree_indptr[row + 1] > batch_->tree_indptr[row];
   }
@@ -55,6 +58,7 @@ class AttentionPlan {
   void check_tree(const DlBatch& batch, int64_t request) const;
   void make_tiles(int64_t repeats);
   void make_items(int64_t kv_heads, int64_t repeats, int threads);
+  void find_likely_tiles(const DlPool& pool, int threads);
 
   const DlBatch* batch_ = nullptr;
   int64_t num_rows_ = 0;
@@ -64,6 +68,7 @@ class AttentionPlan {
   std::vector<int64_t> tile_of_row_;
   std::vector<AttentionItem> items_;
   std::vector<int64_t> joint_rows_;
+  std::vector<std::vector<const uint8_t*>> likely_tiles_;
 };
 
 }  // namespace dl

@@ -10,6 +10,16 @@
 
 namespace dl {
 
+// Memory that is read soon: kernels that compute meanwhile fetch it into the caches, a few lines at every step.
+struct Background {
+  const uint8_t* const* piece;  // the one under way; all of piece_bytes
+  const uint8_t* const* end;
+  int64_t offset;  // added to every piece
+  int64_t piece_bytes;
+  int64_t done;            // bytes of *piece
+  int64_t lines_per_step;  // of 64 bytes; a step is a slab of weights against a tile of rows
+};
+
 // Rows of activations, quantised for the integer formats or as pairs for BF16. Inputs k .. kp - 1 are zero.
 struct Activations {
   int8_t* q;        // [rows, kp]
@@ -20,6 +30,7 @@ struct Activations {
   int64_t kp;       // a multiple of 64
   int32_t group;    // 32 or 64 inputs share one scale
   bool as_pairs;
+  Background* background;  // of the thread that computes, or null
 };
 
 constexpr int kBlockKeys = 128;    // keys per attention block, counted from logical position 0
@@ -58,6 +69,7 @@ struct RotaryHead {
 struct Kernels {
   const char* name;
   int64_t pair_bytes;
+  int64_t tile_rows;  // rows per pass over the weights
 
   // out[row - row0, column] for rows row0 .. row0 + rows - 1 and column blocks block0 .. block1 - 1, `out` standing
   // at column block0 * 16; columns from view.n on are not written. Unless `add` is null, its elements are added.

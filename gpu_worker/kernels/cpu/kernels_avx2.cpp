@@ -14,7 +14,7 @@ namespace {
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    "avx2", sizeof(Pair), linear, will_read, will_write, rms_norm, quantise, silu_mul, rotate_query, rotate_key, attention_block,
+    "avx2", sizeof(Pair), kTileRows, linear, will_read, will_write, rms_norm, quantise, silu_mul, rotate_query, rotate_key, attention_block,
     attention_merge, attention_finish, largest, exp_sum, merge_exp_sum};
 
 }  // namespace dl::avx2

@@ -9,8 +9,10 @@ struct Rows {
   const float* sums[M];
   const int32_t* offsets[M];
   const Pair* pairs[M];
+  Background* background;  // null when there is nothing to fetch
 
   Rows(const Activations& x, int64_t row0) {
+    background = x.background != nullptr && x.background->piece != x.background->end ? x.background : nullptr;
     for (int r = 0; r < M; r++) {
       const int64_t at = (row0 + r) * x.kp;
       q[r] = x.q + at;
@@ -35,11 +37,28 @@ inline void prefetch_range(const uint8_t* p, int64_t bytes) {
   }
 }
 
+// One step of what this thread reads after its products. One or two rows leave no time for it: they wait for memory.
+template <int M>
+inline void fetch_background(const Rows<M>& x) {
+  if constexpr (M > 2) {
+    Background* b = x.background;
+    if (b == nullptr || b->piece == b->end) return;
+    const uint8_t* p = *b->piece + b->offset + b->done;
+    for (int64_t i = 0; i < b->lines_per_step; i++) prefetch_far(p + i * 64);
+    b->done += b->lines_per_step * 64;
+    if (b->done >= b->piece_bytes) {
+      b->done = 0;
+      b->piece++;
+    }
+  }
+}
+
 struct TileQ4_0 {
   template <int M>
   static void run(const uint8_t* w, int64_t slabs, const Rows<M>& x, F* acc) {
     for (int64_t s = 0; s < slabs; s++, w += slab_bytes(DL_Q4_0)) {
       prefetch_range<M>(w, slab_bytes(DL_Q4_0));
+      fetch_background(x);
 #pragma GCC unroll 2
       for (int h = 0; h < 2; h++) {
         const F d = fload_f16(w + h * 32);
@@ -69,6 +88,7 @@ struct TileQ4_1 {
   static void run(const uint8_t* w, int64_t slabs, const Rows<M>& x, F* acc) {
     for (int64_t s = 0; s < slabs; s++, w += slab_bytes(DL_Q4_1)) {
       prefetch_range<M>(w, slab_bytes(DL_Q4_1));
+      fetch_background(x);
 #pragma GCC unroll 2
       for (int h = 0; h < 2; h++) {
         const F d = fload_f16(w + h * 32), m = fload_f16(w + 64 + h * 32);
@@ -97,6 +117,7 @@ struct TileQ8_0 {
   static void run(const uint8_t* w, int64_t slabs, const Rows<M>& x, F* acc) {
     for (int64_t s = 0; s < slabs; s++, w += slab_bytes(DL_Q8_0)) {
       prefetch_range<M>(w, slab_bytes(DL_Q8_0));
+      fetch_background(x);
 #pragma GCC unroll 2
       for (int h = 0; h < 2; h++) {
         const F d = fload_f16(w + h * 32);
@@ -121,6 +142,7 @@ struct TileW8 {
   static void run(const uint8_t* w, int64_t slabs, const Rows<M>& x, F* acc) {
     for (int64_t s = 0; s < slabs; s++, w += slab_bytes(DL_W8)) {
       prefetch_range<M>(w, slab_bytes(DL_W8));
+      fetch_background(x);
       I sum[M];
       for (int r = 0; r < M; r++) sum[r] = start8(x.offsets[r][2 * s] + x.offsets[r][2 * s + 1]);
 #pragma GCC unroll 16
@@ -138,6 +160,7 @@ struct TileBF16 {
   static void run(const uint8_t* w, int64_t slabs, const Rows<M>& x, F* acc) {
     for (int64_t s = 0; s < slabs; s++, w += slab_bytes(DL_BF16)) {
       prefetch_range<M>(w, slab_bytes(DL_BF16));
+      fetch_background(x);
 #pragma GCC unroll 8
       for (int i = 0; i < 32; i++) {
         const I v = iload(w + i * 64);

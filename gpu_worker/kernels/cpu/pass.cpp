@@ -27,8 +27,28 @@ DlModel::Pass::Pass(DlModel& model, Worker& worker, const DlPool& pool, int thre
       qkv_width_(q_width_ + 2 * desc_.num_kv_heads * desc_.head_dim),
       group_(desc_.activation_group) {}
 
+void DlModel::Pass::fetch_ahead(int64_t layer) {
+  const auto& tiles = plan_.likely_tiles(worker_.thread());
+  if (tiles.empty() || layer == desc_.num_layers) return;
+  int64_t slabs = 0;
+  const DlLayer& weights = model_.layers_[static_cast<size_t>(layer)];
+  for (const DlLinear* linear : {weights.qkv, weights.o, weights.gate_up, weights.down}) {
+    slabs += linear->blocks * linear->slabs;
+  }
+  const int64_t steps = std::max<int64_t>(1, slabs * ceil_div(rows_, kernels_.tile_rows) / threads_);
+  const int64_t bytes = static_cast<int64_t>(tiles.size()) * pool_.tile_bytes;
+  background_ = {tiles.data(), tiles.data() + tiles.size(), layer * pool_.layer_bytes, pool_.tile_bytes, 0,
+                 ceil_div(bytes / 64, steps)};
+}
+
+Activations DlModel::Pass::fetching(Activations x) {
+  x.background = &background_;
+  return x;
+}
+
 void DlModel::Pass::run() {
   const auto nothing = [] {};
+  fetch_ahead(0);
   const float* before = make_input();
   for (int64_t index = 0; index < desc_.num_layers; index++) {
     const DlLayer& layer = model_.layers_[static_cast<size_t>(index)];
@@ -57,13 +77,14 @@ void DlModel::Pass::run() {
         });
     if (!at_once && num_rotations > 0) worker_.phase(num_rotations, rotate_one);
 
-    const Activations o_in = workspace_.o_input.at(index, q_width_, layer.o->format, group_);
+    const Activations o_in = fetching(workspace_.o_input.at(index, q_width_, layer.o->format, group_));
     attend(index, o_in);
+    fetch_ahead(index + 1);
     will_read(o_in);
     const LinearWork o(*layer.o, rows_);
     worker_.phase(o.items(), [&](int64_t item) { o.run(kernels_, o_in, before, between, hidden_, item); });
 
-    const Activations down_in = workspace_.down_input.at(index, desc_.intermediate, layer.down->format, group_);
+    const Activations down_in = fetching(workspace_.down_input.at(index, desc_.intermediate, layer.down->format, group_));
     product_phase(
         *layer.gate_up, ceil_div(desc_.intermediate, kGateColumns) * RowChunks(rows_).count,
         [&](int64_t row, const Activations& to) { norm(between, layer.mlp_norm, row, to); },

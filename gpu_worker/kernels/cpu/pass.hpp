@@ -19,6 +19,9 @@ class DlModel::Pass {
   const float* make_draft_input();
   // Quantises the normed embedding and the normed features of a row side by side.
   void pair(int64_t row, const dl::Activations& to) const;
+  // Lets the products that follow fetch the keys and values of a layer.
+  void fetch_ahead(int64_t layer);
+  dl::Activations fetching(dl::Activations x);
   void attend(int64_t layer, const dl::Activations& to);
   void rotate(int64_t layer, int64_t row, int64_t kv_head) const;
   void gate_up(const DlLayer& layer, const dl::Activations& x, const dl::Activations& to, int64_t item) const;
@@ -44,13 +47,15 @@ class DlModel::Pass {
   dl::Workspace& workspace_;
   const int64_t rows_, hidden_, q_width_, qkv_width_;
   const int32_t group_;
+  dl::Background background_{};
   const float* features_ = nullptr;  // of a draft head, as they meet the embedding: [rows, hidden]
 };
 
 template <class Prepare, class Fn, class Last>
 void DlModel::Pass::product_phase(const DlLinear& linear, int64_t n, Prepare&& prepare, Fn&& fn, Last&& last) {
   if (rows_ <= kOwnRows) {
-    const dl::Activations own = workspace_.own_input.at(worker_.thread(), linear.k, linear.format, group_);
+    const dl::Activations own =
+        fetching(workspace_.own_input.at(worker_.thread(), linear.k, linear.format, group_));
     bool made = false;
     worker_.phase(
         n,
@@ -62,7 +67,8 @@ void DlModel::Pass::product_phase(const DlLinear& linear, int64_t n, Prepare&& p
         last);
     return;
   }
-  const dl::Activations shared = workspace_.shared_input.at(0, linear.k, linear.format, group_);
+  const dl::Activations shared =
+      fetching(workspace_.shared_input.at(0, linear.k, linear.format, group_));
   worker_.phase(rows_, [&](int64_t row) { prepare(row, shared); });
   will_read(shared);
   worker_.phase(n, [&](int64_t item) { fn(item, shared); }, last);
