@@ -121,13 +121,13 @@ def test_the_context_limit_is_reached_and_never_crossed(
         name, tiny, references, steps_in_flight=2, max_context_tokens=64, page_size=page_size
     )
     highest: list[int] = []
-    forward = tiny.forward
+    forward = tiny.forward_capturing
 
-    def watching(batch, pool, attention):  # type: ignore[no-untyped-def]
+    def watching(batch, pool, attention, layers):  # type: ignore[no-untyped-def]
         highest.append(int(batch.positions.max()))
-        return forward(batch, pool, attention)
+        return forward(batch, pool, attention, layers)
 
-    monkeypatch.setattr(tiny, "forward", watching)
+    monkeypatch.setattr(tiny, "forward_capturing", watching)
     plain = InProcessEngine(tiny, max_context_tokens=64)
     outputs = compare(engine, plain, prompts, {"greedy": {"max_tokens": 100, "num_logprobs": 1}})
     assert max(highest) <= 63
