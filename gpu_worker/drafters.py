@@ -19,7 +19,7 @@ from gpu_worker.drafting.tree_growth import TreeShape
 from gpu_worker.errors import ModelError
 from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.models.base import CausalLM
-from gpu_worker.models.heads.base import DraftHead
+from gpu_worker.models.heads.base import DraftHead, new_head_pool
 from gpu_worker.models.heads.build import build_head
 from gpu_worker.models.heads.medusa import MedusaHeads, build_medusa
 from gpu_worker.request_state import RequestTable
@@ -91,6 +91,7 @@ def load_draft_weights(
 def build_drafters(
     config: WorkerConfig,
     weights: DraftWeights,
+    target: CausalLM,
     sampler: Sampler,
     table: RequestTable,
     num_pages: int,
@@ -117,9 +118,10 @@ def build_drafters(
         else:
             limit = weights.heads[method].config.max_position_embeddings
             drafters[method] = _head_drafter(method, config, weights.heads[method], sampler, table, num_pages)
-        reads_hidden = drafters[method].hidden_layers is not None
+        # Medusa reads hidden states too, but has no KV that a cached page could lack.
+        needs_hidden = drafters[method].hidden_layers is not None and method is not SpeculationMethod.MEDUSA
         path = weights.paths.get(method, "")
-        facts.append(DrafterFacts(int(method), path, config.num_draft_tokens, limit, reads_hidden))
+        facts.append(DrafterFacts(int(method), path, config.num_draft_tokens, limit, needs_hidden))
     if SpeculationMethod.PORTFOLIO in config.speculation:
         drafters[SpeculationMethod.PORTFOLIO] = PortfolioDrafter(dict(drafters), table)
         facts.append(DrafterFacts(int(SpeculationMethod.PORTFOLIO), "", config.num_draft_tokens, 0))
@@ -139,14 +141,17 @@ def _head_drafter(
     method: SpeculationMethod,
     config: WorkerConfig,
     head: DraftHead,
+    num_target_layers: int,
     sampler: Sampler,
     table: RequestTable,
     num_pages: int,
 ) -> HiddenStateDrafter:
-    pool = head.new_pool(num_pages, config.page_size)
+    pool = new_head_pool(head, num_pages, config.page_size)
     shape = TreeShape(config.max_draft_depth) if config.draft_shape == "tree" else None
     attention = CPUAttention(table.device)
-    return HiddenStateDrafter(method, head, pool, attention, sampler, table, num_pages, shape)
+    return HiddenStateDrafter(
+        method, head, pool, attention, sampler, table, num_pages, num_target_layers, shape
+    )
 
 
 def _shipped_head(method: SpeculationMethod, config: WorkerConfig) -> str:

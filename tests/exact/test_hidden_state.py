@@ -16,7 +16,7 @@ from scheduler_svc.scheduler.speculation_policy import SpeculationDecision, Spec
 from shared_mem.enums import SpeculationMethod
 from tests.exact.drafted_engines import METHOD_OF_HEAD
 from tests.harness.engine import InProcessEngine
-from tests.harness.tiny_heads import KINDS, tiny_head
+from tests.harness.tiny_heads import KINDS, tiny_head, tiny_medusa
 from tests.harness.whole_sequence import head_whole
 
 SEEDED = Sampling(0.7, 0, 1.0, 0.0, 0.0, 0.0, 1.0, 5)
@@ -46,13 +46,27 @@ def assert_draft_state_is_fresh(engine: InProcessEngine, kind: str, target: Caus
     computed = int(drafter._computed[slot])
     tokens = engine.table.known(slot)[:computed].tolist()
     rows, fresh = head_whole(head, target, tokens)
-    slots = torch.from_numpy(engine.table.kv_slots(slot, np.arange(computed)))
+    first = 0 if head.config.attends_first_slot else 1
+    slots = torch.from_numpy(engine.table.kv_slots(slot, np.arange(first, computed)))
     for layer in range(head.config.num_layers):
         for ours, theirs in ((pool.keys, fresh.keys), (pool.values, fresh.values)):  # type: ignore[attr-defined]
-            torch.testing.assert_close(ours[layer][slots], theirs[layer][:computed], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(ours[layer][slots], theirs[layer][first:computed], atol=1e-4, rtol=1e-4)
     if drafter._ready[slot]:
         torch.testing.assert_close(drafter._normed[slot], rows.normed[-1], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(drafter._recycled[slot], rows.recycled[-1], atol=1e-4, rtol=1e-4)
+
+
+def test_medusa_hits_pages_of_anybody(tiny: CausalLM, prompts: list[list[int]]) -> None:
+    """It has no KV that a page could lack: the hidden state it needs is that of the last token, always computed."""
+    cold = InProcessEngine(tiny, medusa=tiny_medusa(tiny))
+    cold_id = cold.submit(prompts[5], max_tokens=24)
+    cold_output = cold.run()[cold_id, 0]
+    warm = InProcessEngine(tiny, medusa=tiny_medusa(tiny))
+    warm.generate([prompts[5]], max_tokens=8, method=SpeculationMethod.DISABLED)
+    warm_id = warm.submit(prompts[5], max_tokens=24)
+    output = warm.run()[warm_id, 0]
+    assert output.num_cached_tokens == (len(prompts[5]) - 1) // 4 * 4
+    assert (output.token_ids, output.steps) == (cold_output.token_ids, cold_output.steps)
 
 
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])

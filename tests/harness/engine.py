@@ -20,7 +20,7 @@ from gpu_worker.drafting.tree_growth import TreeShape
 from gpu_worker.kv_pool import KVPool, PagedPool
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.base import CausalLM
-from gpu_worker.models.heads.base import DraftHead
+from gpu_worker.models.heads.base import DraftHead, new_head_pool
 from gpu_worker.models.heads.medusa import MedusaHeads
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler
@@ -113,9 +113,17 @@ class InProcessEngine:
             )
         self.head_pools: dict[SpeculationMethod, PagedPool] = {}
         for method, head in (heads or {}).items():
-            pool = self.head_pools[method] = head.new_pool(num_pages, page_size)
+            pool = self.head_pools[method] = new_head_pool(head, num_pages, page_size)
             self.drafters[method] = HiddenStateDrafter(
-                method, head, pool, attention(), self.sampler, self.table, num_pages, tree
+                method,
+                head,
+                pool,
+                attention(),
+                self.sampler,
+                self.table,
+                num_pages,
+                target.num_layers,
+                tree,
             )
         if medusa is not None:
             depth = medusa.config.num_medusa_heads
@@ -145,7 +153,7 @@ class InProcessEngine:
                     "",
                     num_draft_tokens,
                     draft_limit if method is SpeculationMethod.DRAFT_MODEL else 0,
-                    drafter.hidden_layers is not None,
+                    drafter.hidden_layers is not None and method is not SpeculationMethod.MEDUSA,
                 )
                 for method, drafter in self.drafters.items()
             },
