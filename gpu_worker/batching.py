@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,27 @@ def build_forward_batch(table: RequestTable, rows: Sequence[SequenceRows]) -> Fo
             tree_masks=tuple(row.tree_mask for row in rows),
         ),
     )
+
+
+def hide_first_token(batch: ForwardBatch, table: RequestTable, rows: Sequence[SequenceRows]) -> ForwardBatch:
+    """The same pass with every sequence's first token out of sight, as its keys never existed.
+
+    The keys that are left begin in the middle of a page, so each slot is named as a page of one token: the pool must
+    have been made with page_size 1. No row may be a first token.
+    """
+    assert all(row.first > 0 for row in rows), "a hidden token has no row"
+    counts = batch.attention.kv_lens.astype(np.int64) - 1
+    page_indptr = _indptr(counts)
+    owners = np.repeat(np.array([row.slot for row in rows], dtype=np.int64), counts)
+    places = np.arange(len(owners), dtype=np.int64) - np.repeat(page_indptr[:-1], counts) + 1
+    attention = replace(
+        batch.attention,
+        page_size=1,
+        kv_lens=counts.astype(np.int32),
+        page_indptr=page_indptr,
+        page_indices=table.kv_slots(owners, places).astype(np.int32),
+    )
+    return replace(batch, attention=attention)
 
 
 def _indptr(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:

@@ -60,7 +60,7 @@ def build_engine(config: WorkerConfig) -> Engine:
     num_pages = config.num_pages or _fitting_pages(config, page_bytes, max_context, device)
     table = RequestTable(config.max_running_requests, max_context, config.page_size, device)
     sampler = Sampler(config.max_running_requests, target.config.vocab_size, device)
-    drafters, drafter_facts = build_drafters(config, weights, sampler, table, num_pages)
+    drafters, drafter_facts = build_drafters(config, weights, target, sampler, table, num_pages)
     runner = ModelRunner(
         target,
         target.new_pool(num_pages, config.page_size),

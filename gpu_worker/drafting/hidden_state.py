@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from gpu_worker.attention.base import AttentionBackend
-from gpu_worker.batching import SequenceRows, build_forward_batch
+from gpu_worker.batching import SequenceRows, build_forward_batch, hide_first_token
 from gpu_worker.draft_tree import DraftTree, chain_tree
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
 from gpu_worker.drafting.greedy_chain import greedy_chains
 from gpu_worker.drafting.tree_growth import TreeShape, grow_trees
+from gpu_worker.forward_batch import ForwardBatch
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.heads.base import ChainsInOneCall, DraftHead, HeadRows
 from gpu_worker.request_state import RequestTable
@@ -47,18 +48,20 @@ class HiddenStateDrafter:
         sampler: Sampler,
         table: RequestTable,
         num_pages: int,
+        num_target_layers: int,
         shape: TreeShape | None = None,
     ) -> None:
         """`shape` None drafts chains."""
         self.method = method
         config = head.config
-        self.hidden_layers = config.feature_layers
+        self.hidden_layers = config.hidden_layers(num_target_layers)
         self._head = head
         self._pool = pool
         self._attention = attention
         self._table = table
         self._choice = ChoiceOfDrafts(head.output, head.token_ids, config.vocab_size, sampler)
         self._shape = shape
+        self._first = 0 if config.attends_first_slot else 1  # the first slot with a pair
         slots, h, size = table.num_slots, config.hidden_size, config.feature_size
         device = head.device
         self._computed = np.zeros(slots, dtype=np.int64)  # leading tokens with valid draft KV
@@ -119,7 +122,8 @@ class HiddenStateDrafter:
             names = [requests[i].slot for i in active]
             slots = torch.tensor(names, device=self._head.device)
             state = HeadRows(self._recycled[slots], self._normed[slots])
-            if isinstance(self._head, ChainsInOneCall) and self._choice.takes_best(names):
+            one_call = isinstance(self._head, ChainsInOneCall) and self._first == 0
+            if one_call and self._choice.takes_best(names):
                 counts = [wanted[i] for i in active]
                 chains = greedy_chains(table, self._head, self._pool, names, counts, state)
                 for i, chain in zip(active, chains, strict=True):
@@ -149,15 +153,19 @@ class HiddenStateDrafter:
             SequenceRows(slot, n + offset, 0, (token,), (n + offset,))
             for slot, n, token in zip(slots, lengths, tokens, strict=True)
         ]
+        return self._head.forward(
+            self._batch(rows), state.recycled, self._pool, self._attention, recycled=True
+        )
+
+    def _batch(self, rows: list[SequenceRows]) -> ForwardBatch:
         batch = build_forward_batch(self._table, rows)
-        return self._head.forward(batch, state.recycled, self._pool, self._attention, recycled=True)
+        return batch if self._first == 0 else hide_first_token(batch, self._table, rows)
 
     def _trees(self, requests: Sequence[DraftRequest], wanted: list[int]) -> DraftTree:
         assert self._shape is not None, "chains otherwise"
 
         def expand(rows: list[SequenceRows], recycled: torch.Tensor) -> HeadRows:
-            batch = build_forward_batch(self._table, rows)
-            return self._head.forward(batch, recycled, self._pool, self._attention, recycled=True)
+            return self._head.forward(self._batch(rows), recycled, self._pool, self._attention, recycled=True)
 
         slots = [request.slot for request in requests]
         index = torch.tensor(slots, device=self._head.device)
@@ -183,7 +191,7 @@ class HiddenStateDrafter:
         reached: list[TargetProgress] = []
         kept = [p.slot for p in progress]
         for place, p in enumerate(progress):
-            start, goal = int(self._computed[p.slot]), self._goal(p)
+            start, goal = max(int(self._computed[p.slot]), self._first), self._goal(p)
             if (
                 goal <= start or start < p.first
             ):  # past a limit of its own, which ends its use for the sequence
@@ -215,7 +223,7 @@ class HiddenStateDrafter:
             before = self._before[torch.tensor(kept, device=device)].to(features.dtype)
             sources = torch.cat([features, before, features.new_zeros(1, features.shape[1])])
         pairs = sources.index_select(0, torch.from_numpy(wanted).to(device))
-        batch = build_forward_batch(self._table, rows)
+        batch = self._batch(rows)
         result = self._head.forward(batch, pairs, self._pool, self._attention, recycled=False)
         ends = batch.attention.qo_indptr[1:].astype(np.int64) - 1
         slots = [row.slot for row in rows]

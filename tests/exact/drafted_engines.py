@@ -35,6 +35,7 @@ METHOD_OF_HEAD = {
     "eagle3": SpeculationMethod.EAGLE3,
     "eagle3-normed": SpeculationMethod.EAGLE3,
     "mtp": SpeculationMethod.MTP,
+    "mtp-published": SpeculationMethod.MTP,
 }
 
 # Scripted drafters stand in for the n-gram method: no plan can tell them apart.

@@ -40,7 +40,7 @@ def _assert_draft_kv_is_fresh(engine: InProcessEngine, draft: CausalLM, slot: in
         torch.testing.assert_close(engine.draft_pool.keys[layer][slots], fresh, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("rule", [AcceptanceRule.COUPLED, AcceptanceRule.REJECTION])
+@pytest.mark.parametrize("rule", [AcceptanceRule.COUPLED, AcceptanceRule.REJECTION, AcceptanceRule.BLOCK])
 def test_draft_kv_equals_a_cold_prefill_after_every_step(
     rule: AcceptanceRule, tiny: CausalLM, prompts: list[list[int]]
 ) -> None:
@@ -139,13 +139,14 @@ def test_past_the_draft_models_context_decoding_goes_on_plainly(tmp_path: Path, 
     assert 28 <= drafted_until <= 36
 
 
-def test_rejection_rule_with_a_sampled_draft_equal_to_the_target_accepts_everything(
-    tiny: CausalLM, prompts: list[list[int]]
+@pytest.mark.parametrize("rule", [AcceptanceRule.REJECTION, AcceptanceRule.BLOCK])
+def test_a_sampled_draft_equal_to_the_target_is_accepted_in_full(
+    rule: AcceptanceRule, tiny: CausalLM, prompts: list[list[int]]
 ) -> None:
     """q = p: the ratio is one at every position."""
     engine = InProcessEngine(tiny, draft=tiny.truncated(tiny.num_layers))
     sampling = Sampling(0.9, 0, 1.0, 0.0, 0.0, 0.0, 1.0, 77)
-    ids = [engine.submit(p, max_tokens=31, sampling=sampling, rule=AcceptanceRule.REJECTION) for p in prompts]
+    ids = [engine.submit(p, max_tokens=31, sampling=sampling, rule=rule) for p in prompts]
     outputs = engine.run()
     for request_id in ids:
         output = outputs[request_id, 0]

@@ -16,7 +16,7 @@ from gpu_worker.models.heads.tensors import DRAFT_IDS, tensor_shapes
 from gpu_worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 # name -> configuration for a target; every convention appears in one of them
-KINDS = ("eagle", "eagle-full", "eagle3", "eagle3-normed", "mtp")
+KINDS = ("eagle", "eagle-full", "eagle3", "eagle3-normed", "mtp", "mtp-published")
 
 
 def head_config(kind: str, target: CausalLM) -> HeadConfig:
@@ -28,8 +28,17 @@ def head_config(kind: str, target: CausalLM) -> HeadConfig:
         if kind == "eagle3":
             return head
         return dataclasses.replace(head, residual_is_normed=True, own_lm_head=True, num_layers=2)
-    if kind == "mtp":
-        return decoder_head_config(HeadKind.MTP, config)
+    if kind.startswith("mtp"):
+        head = decoder_head_config(HeadKind.MTP, config)
+        if kind == "mtp":
+            return head
+        return dataclasses.replace(
+            head,
+            attends_first_slot=False,
+            embedding_first=False,
+            recycles_normed=False,
+            target_hidden="residual",
+        )
     head = decoder_head_config(HeadKind.EAGLE, config, full_norms=kind == "eagle-full")
     return dataclasses.replace(head, combine_bias=kind == "eagle")
 

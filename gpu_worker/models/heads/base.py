@@ -68,6 +68,17 @@ class ChainsInOneCall(Protocol):
         ...
 
 
+def new_head_pool(head: DraftHead, num_pages: int, page_size: int) -> PagedPool:
+    """KV memory of a head, for `num_pages` pages of the ledger.
+
+    A head that never attends slot 0 names its slots one by one (batching.hide_first_token), so its pool's pages are of
+    one token. Raises DeviceError.
+    """
+    if head.config.attends_first_slot:
+        return head.new_pool(num_pages, page_size)
+    return head.new_pool(num_pages * page_size, 1)
+
+
 def target_ids(head: DraftHead, columns: torch.Tensor) -> torch.Tensor:
     """The target's ids of output columns (int64 of any shape)."""
     return columns if head.token_ids is None else head.token_ids[columns]

@@ -91,6 +91,12 @@ class HeadConfig:
         """F: floats per target row that the head reads."""
         return self.hidden_size * max(1, len(self.feature_layers))
 
+    def hidden_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """The target layers whose outputs are this head's features; none: the state behind the final norm."""
+        if self.feature_layers or self.target_hidden == "normed":
+            return self.feature_layers
+        return (num_target_layers - 1,)
+
     def check_fits(self, target: ModelConfig, where: str) -> None:
         """Raises ModelError naming the field where the head does not belong to this target."""
         for name in ("hidden_size", "vocab_size"):
