@@ -5,9 +5,13 @@
 
 namespace dl {
 
-// Chunks of rows whose activations stay in the second-level cache while a block of columns passes over them.
+// Chunks of rows whose activations stay in the second-level cache while a block of columns passes over them. From
+// kHalvedRows on there are two at least, so that threads share out rows: activations then stay with the core that made
+// them, which is worth more than reading the weights once.
 struct RowChunks {
-  explicit RowChunks(int64_t num_rows) : rows(num_rows), count(ceil_div(num_rows, 256)) {}
+  static constexpr int64_t kHalvedRows = 24, kMostRows = 256;
+  explicit RowChunks(int64_t num_rows)
+      : rows(num_rows), count(num_rows < kHalvedRows ? 1 : num_rows <= kMostRows ? 2 : ceil_div(num_rows, kMostRows)) {}
   int64_t begin(int64_t chunk) const { return rows * chunk / count; }
   int64_t end(int64_t chunk) const { return rows * (chunk + 1) / count; }
   int64_t rows, count;
