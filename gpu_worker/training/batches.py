@@ -38,7 +38,6 @@ class TrainingBatch:
     )  # [R] int64, how many law rows follow without a gap: step k has a target where room >= k
     columns: torch.Tensor  # [R, k] int64, the law's ids as draft ids; 0 where the draft vocabulary lacks one
     probs: torch.Tensor  # [R, k] float32; 0 where the draft vocabulary lacks the id
-    best_ids: torch.Tensor  # [R] int64, the target's likeliest id
     hidden: torch.Tensor | None  # [R, h] compute dtype: what the target computed for the row's own token
 
     @property
@@ -113,7 +112,6 @@ def collate(
         room=torch.cat(rooms),
         columns=columns.clamp_min(0),
         probs=torch.cat([item.top_probs for item in conversations]) * known,
-        best_ids=torch.cat([item.top_ids[:, 0] for item in conversations]),
         hidden=torch.cat(hidden) if hidden else None,
     )
 

@@ -17,6 +17,7 @@ LOSS_KINDS: tuple[LossKind, ...] = ("cross-entropy", "total-variation", "hybrid"
 
 _BLOCK_ROWS = 512
 _HYBRID_DECAY = 3.0
+_SMALLEST = 1e-37  # a probability that rounds to zero still has a logarithm
 
 
 @dataclass
@@ -25,7 +26,7 @@ class LawLosses:
 
     loss: torch.Tensor  # [R] float32
     overlap: torch.Tensor  # [R] sum of min(p, q): how often this draft is accepted when it is sampled
-    best: torch.Tensor  # [R] int64, the likeliest draft id
+    hit: torch.Tensor  # [R] bool: the target's likeliest id is the draft's too (or as likely as the draft's)
 
 
 def law_losses(
@@ -37,12 +38,12 @@ def law_losses(
 ) -> LawLosses:
     """normed [R, h] (behind the last norm), head [V, h]; the target's law at columns [R, k] of the head.
 
-    Entries outside the draft vocabulary have column 0 and probability 0. The probabilities are not normalised over the
-    draft vocabulary, so a row counts by the part of its law that the draft could ever reach. Gradients flow to
-    `normed`, and to `head` where it asks for them.
+    The likeliest id comes first. Entries outside the draft vocabulary have column 0 and probability 0. The
+    probabilities are not normalised over the draft vocabulary, so a row counts by the part of its law that the draft
+    could ever reach. Gradients flow to `normed`, and to `head` where it asks for them.
     """
-    loss, overlap, best = _LawLoss.apply(normed, head, columns, probs, kind)
-    return LawLosses(loss, overlap, best)
+    loss, overlap, hit = _LawLoss.apply(normed, head, columns, probs, kind)
+    return LawLosses(loss, overlap, hit)
 
 
 def sparse_loss(log_q: torch.Tensor, p: torch.Tensor, kind: LossKind) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,28 +89,34 @@ class _LawLoss(torch.autograd.Function):
             normed.new_empty(rows, dtype=torch.float32),
             normed.new_empty(rows, dtype=torch.float32),
         )
-        best = torch.empty(rows, dtype=torch.int64, device=normed.device)
+        hit = torch.empty(rows, dtype=torch.bool, device=normed.device)
         grad_normed = torch.empty_like(normed) if wants_normed else None
         kept: list[torch.Tensor] = []
         for first in range(0, rows, _BLOCK_ROWS):
             block = slice(first, first + _BLOCK_ROWS)
-            logits = (normed[block] @ weights.T).float()
-            best[block] = logits.argmax(-1)
-            normalizer = logits.logsumexp(-1, keepdim=True)
-            log_q, p = logits.gather(1, columns[block]) - normalizer, probs[block]
+            logits = normed[block] @ weights.T
+            q = logits.softmax(-1)  # in the compute dtype, summed in float32
+            columns_of, p = columns[block], probs[block]
+            q_of = q.gather(1, columns_of)
+            hit[block] = (q_of[:, 0] == q.amax(-1)) & (
+                p[:, 0] > 0
+            )  # finding the place of the best costs far more
+            log_q = q_of.float().clamp_min_(_SMALLEST).log_()
             overlap[block] = torch.minimum(p, log_q.exp()).sum(-1)
             loss[block], sparse = sparse_loss(log_q, p, kind)
             if not (wants_normed or wants_head):
                 continue
-            grad = logits.sub_(normalizer).exp_().mul_(-sparse.sum(-1, keepdim=True))
-            grad = grad.scatter_add_(1, columns[block], sparse).to(normed.dtype)
+            # dL/dz = g - q sum(g) = -sum(g) (q - g / sum(g)): the row's factor is left for the smaller side
+            total = sparse.sum(-1, keepdim=True)
+            inverse = torch.where(total == 0, 0.0, 1.0 / total)
+            grad = q.scatter_add_(1, columns_of, (sparse * -inverse).to(q.dtype))
             if grad_normed is not None:
-                torch.mm(grad, weights, out=grad_normed[block])
+                grad_normed[block] = (grad @ weights).mul_(-total.to(q.dtype))
             if wants_head:
-                kept.append(grad)
+                kept.append(grad.mul_(-total.to(q.dtype)))
         ctx.save_for_backward(normed, grad_normed, *kept)
-        ctx.mark_non_differentiable(overlap, best)
-        return loss, overlap, best
+        ctx.mark_non_differentiable(overlap, hit)
+        return loss, overlap, hit
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]

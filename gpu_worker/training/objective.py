@@ -59,7 +59,6 @@ class DraftObjective(nn.Module):
         self.objective = objective
         self.register_buffer("embedding", embedding.to(dtype), persistent=False)
         self.register_buffer("output_rows", lm_head[vocabulary.ids].to(dtype), persistent=False)
-        self.register_buffer("draft_ids", vocabulary.ids, persistent=False)
 
     def forward(self, batch: TrainingBatch, steps: int) -> BatchOutcome:
         """Unrolls `steps` draft steps. In eval mode nothing but the noise differs."""
@@ -93,7 +92,7 @@ class DraftObjective(nn.Module):
                 part = part + settings.regression_weight * regression
             loss = loss + weights[k] * part
             still = torch.zeros_like(alive)
-            still[rows] = alive[rows] & (self.draft_ids[losses.best] == batch.best_ids[targets])
+            still[rows] = alive[rows] & losses.hit
             alive = still
             chance = torch.zeros_like(reached)
             chance[rows] = reached[rows] * losses.overlap
@@ -135,7 +134,6 @@ def unrolled_logits(
         room=count - 1 - rows,
         columns=empty.long(),
         probs=empty,
-        best_ids=rows,
         hidden=features[:count].to(dtype),
     )
     logits = []

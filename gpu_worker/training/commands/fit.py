@@ -22,6 +22,7 @@ from gpu_worker.training.features import FeatureMeta, feature_paths
 from gpu_worker.training.fit import FitProgress, FitSettings, Trainer
 from gpu_worker.training.frozen_target import FrozenTarget
 from gpu_worker.training.losses import LOSS_KINDS, LossKind
+from gpu_worker.training.memory import keep_freed_memory
 from gpu_worker.training.new_head import (
     HeadChoices,
     count_parameters,
@@ -78,6 +79,7 @@ def fit(
     kind_of_loss: LossKind = next(k for k in LOSS_KINDS if k == _one_of("loss", loss, LOSS_KINDS))
     dtype = _DTYPES[_one_of("precision", precision, list(_DTYPES))]
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    keep_freed_memory()
     features, output = features.expanduser(), output.expanduser()
     distributed = "WORLD_SIZE" in os.environ  # torchrun
     if distributed:
