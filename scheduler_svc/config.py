@@ -52,6 +52,7 @@ class ServerConfig:
     draft_in: str = "mixed"  # decode_only | mixed: whether decode rows draft in steps that also prefill
     prefix_cache: bool = True
     num_threads: int = 0  # compute threads of a worker; 0: all cores
+    stream_interval_ms: float = 20.0  # tokens of so many milliseconds travel together; 0: each step by itself
     drain_grace_seconds: float = 30.0  # how long live streams may go on after SIGTERM
     runtime_dir: str = ""  # sockets live here; "" makes a private temporary directory
     metrics_listen: str = ""  # HOST:PORT of the Prometheus endpoint; "" is off
@@ -160,6 +161,8 @@ def check(config: ServerConfig) -> ServerConfig:
             raise StartupError(f"heads: {method.label} is not among the methods of --speculation")
     if config.speculation == (SpeculationMethod.PORTFOLIO,):
         raise StartupError("speculation portfolio: names no other method that it could combine")
+    if not 0 <= config.stream_interval_ms <= 1000:
+        raise StartupError(f"stream_interval_ms: {config.stream_interval_ms} is not within 0..1000")
     if not 0 <= config.drain_grace_seconds < math.inf:
         raise StartupError(
             f"drain_grace_seconds: {config.drain_grace_seconds} is not a number of seconds from 0 on"

@@ -113,6 +113,9 @@ def _command(
     num_threads: Annotated[
         int | None, typer.Option(help="Compute threads of a worker; 0: all cores.")
     ] = None,
+    stream_interval_ms: Annotated[
+        float | None, typer.Option(help="Tokens of so many milliseconds travel together; 0: each step alone.")
+    ] = None,
     drain_grace_seconds: Annotated[
         float | None, typer.Option(help="How long live streams may go on after SIGTERM.")
     ] = None,

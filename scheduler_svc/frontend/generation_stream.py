@@ -12,13 +12,15 @@ from scheduler_svc.frontend.sample_output import SampleDelta, SampleItem, Sample
 from scheduler_svc.messages import TokenEvent
 
 MAX_BUFFERED_ITEMS = 64
+MERGED_SIZE = 1024  # waiting deltas are joined up to about so many bytes: one message costs less than two
 
 
 class OutputBuffer:
     """What waits to be written, at most `limit` items and one more of each kind per sample.
 
-    A caller that reads slowly neither blocks anyone nor loses anything: past the limit a delta joins the last
-    one of its sample that still waits, so that fewer, longer messages are sent.
+    A delta joins the last one of its sample that still waits, as long as that is short, so that what arrives together
+    leaves together. Past the limit it does so whatever the length: a caller that reads slowly neither blocks anyone
+    nor loses anything.
     """
 
     def __init__(self, limit: int = MAX_BUFFERED_ITEMS) -> None:
@@ -38,7 +40,7 @@ class OutputBuffer:
         """Appends an item of sample `index`; never waits."""
         if isinstance(item, SampleDelta):
             last = self._last_delta.get(index)
-            if last is not None and len(self._items) >= self._limit:
+            if last is not None and (last.size < MERGED_SIZE or len(self._items) >= self._limit):
                 last.extend(item)
                 return
             self._last_delta[index] = item

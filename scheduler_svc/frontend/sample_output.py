@@ -52,6 +52,14 @@ class SampleDelta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     steps: list[VerifiedStep] = field(default_factory=list)
 
+    @property
+    def size(self) -> int:
+        """About how many bytes its message takes."""
+        per_logprob = 8 * (1 + len(self.logprobs[0].top)) if self.logprobs else 0
+        return (
+            len(self.text) + 3 * len(self.token_ids) + 6 * len(self.steps) + per_logprob * len(self.logprobs)
+        )
+
     def extend(self, later: SampleDelta) -> None:
         """Appends what a later delta adds."""
         self.text += later.text

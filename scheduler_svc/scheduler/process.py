@@ -48,6 +48,7 @@ from scheduler_svc.messages import (
     SetSpeculation,
     Submit,
 )
+from scheduler_svc.scheduler.event_pacer import EventPacer
 from scheduler_svc.scheduler.events import Outbound
 from scheduler_svc.scheduler.frontend_link import FrontendLink
 from scheduler_svc.scheduler.limits import resolve_limits, served_model
@@ -83,6 +84,7 @@ class SchedulerProcess:
         self._state = "starting"
         self._detail = ""
         self._outbox: list[Outbound] = []
+        self._pacer = EventPacer(config.stream_interval_ms / 1000)
         self._drain_until: float | None = None  # monotonic
         self._num_sigterms = 0
         self._exit_code: int | None = None
@@ -158,6 +160,8 @@ class SchedulerProcess:
                 waits.append(self._scheduler.next_deadline - time.time())
         if self._drain_until is not None:
             waits.append(self._drain_until - time.monotonic())
+        if self._pacer.due is not None:
+            waits.append(self._pacer.due - time.monotonic())
         # Rounded up: waking up a moment too early would mean to spin until it is over.
         return math.ceil(max(0.0, min(waits)) * 1000) if waits else None
 
@@ -241,7 +245,7 @@ class SchedulerProcess:
 
     def _flush(self) -> None:
         outbox, self._outbox = self._outbox, []
-        self._forget(self._frontends.send(outbox))
+        self._forget(self._frontends.send(self._pacer.add(outbox, time.monotonic())))
 
     def _forget(self, gone: set[bytes]) -> None:
         """Nobody listens to a frontend's requests any more once it is gone."""

@@ -27,6 +27,16 @@ async def test_a_reader_that_keeps_up_gets_every_delta() -> None:
     assert await reader == [(0, SampleDelta(str(number), [number])) for number in range(5)]
 
 
+async def test_short_deltas_that_wait_are_joined() -> None:
+    buffer = OutputBuffer()
+    for number in range(600):
+        buffer.put(0, SampleDelta(f"{number % 10}", [number]))
+    buffer.end()
+    deltas = [item for _, item in await read_all(buffer) if isinstance(item, SampleDelta)]
+    assert "".join(delta.text for delta in deltas) == "0123456789" * 60
+    assert [len(delta.token_ids) for delta in deltas] == [256, 256, 88]  # 4 bytes each, up to 1,024
+
+
 async def test_past_the_limit_deltas_join_those_of_their_sample() -> None:
     buffer = OutputBuffer(limit=3)
     for index in (0, 1):
