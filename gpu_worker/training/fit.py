@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -71,7 +72,8 @@ class Trainer:
         self._vocabulary = DraftVocabulary.of(data.draft_ids, dataset.meta.vocab_size)
         self._settings = settings
         self._directory = directory
-        self._facts = {**facts, "seed": settings.seed, "rows_per_batch": settings.rows_per_batch}
+        every = {**facts, "seed": settings.seed, "rows_per_batch": settings.rows_per_batch}
+        self._facts = json.loads(json.dumps(every))  # plain values, as a checkpoint gives them back
         self._dtype = module.embedding.dtype
         parallel = dist.is_initialized()
         self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if parallel else (0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +26,15 @@ class FrozenTarget:
     tensors: TensorSource
 
     @classmethod
-    def load(cls, source: ModelSource) -> FrozenTarget:
-        """Reads the tables. Raises ModelError for a checkpoint that cannot be read."""
+    def load(cls, source: ModelSource, vocab_size: int) -> FrozenTarget:
+        """Reads the tables; vocab_size counts the ids that the served target knows.
+
+        Raises ModelError for a checkpoint that cannot be read.
+        """
         checkpoint: GGUFCheckpoint | SafetensorsCheckpoint
         gguf = source.kind == "gguf"
         checkpoint = GGUFCheckpoint(source.path) if gguf else SafetensorsCheckpoint(source.path)
-        config = checkpoint.config
+        config = dataclasses.replace(checkpoint.config, vocab_size=vocab_size)
         shape = (config.num_embeddings, config.hidden_size)
         embedding = checkpoint.read("model.embed_tokens.weight", shape).float()
         lm_head = embedding

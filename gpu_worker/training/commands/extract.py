@@ -12,9 +12,9 @@ from gpu_worker.training.commands.options import (
     DATA,
     Conversations,
     Features,
+    Meter,
     Target,
     Threads,
-    progress_bar,
     serving_target,
 )
 from gpu_worker.training.extract import Extractor, ExtractProgress
@@ -59,13 +59,12 @@ def extract(
         f"layers {','.join(map(str, meta.feature_layers))}, {meta.bytes_per_token} bytes a token"
         f" and {meta.bytes_per_law} more in answers"
     )
-    with progress_bar() as bar:
-        task = bar.add_task("extract", total=None, note="")
+    with Meter("extract") as meter:
 
         def report(done: ExtractProgress) -> None:
             speed = done.tokens / max(done.seconds, 1e-9)
             note = f"shard {done.shard + 1}/{done.num_shards}, {speed:.0f} tokens/s"
-            bar.update(task, completed=done.tokens, total=done.total_tokens, note=note)
+            meter.show(done.tokens, done.total_tokens, note)
 
         tokens = extractor.write(Path(conversations).expanduser(), Path(features).expanduser(), report)
     print(f"{tokens} tokens extracted into {features}")

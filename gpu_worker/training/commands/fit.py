@@ -14,7 +14,7 @@ import typer
 from gpu_worker.models.heads.config import HeadKind
 from gpu_worker.training.batches import DraftVocabulary
 from gpu_worker.training.checkpoint import RunData, read_checkpoint
-from gpu_worker.training.commands.options import DATA, Features, Threads, progress_bar
+from gpu_worker.training.commands.options import DATA, Features, Meter, Threads
 from gpu_worker.training.dataset import FeatureDataset
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.export import export_head, model_card
@@ -96,7 +96,7 @@ def fit(
         )
         objective = default_objective(choices.kind, unroll=unroll, loss=kind_of_loss, decay=decay)
         dataset, data = _data(features, output, choices, refresh_data)
-        target = FrozenTarget.load(resolve_model(dataset.meta.target))
+        target = FrozenTarget.load(resolve_model(dataset.meta.target), dataset.meta.vocab_size)
         config = head_config(choices, target, dataset.meta.feature_layers)
         head = new_head(config, target, data.draft_ids, seed)
         module = DraftObjective(
@@ -167,13 +167,12 @@ def _data(
 def _run(trainer: Trainer, settings: FitSettings, chief: bool) -> Measures:
     if not chief:
         return trainer.run()
-    with progress_bar() as bar:
-        task = bar.add_task("fit", total=settings.steps, note="")
+    with Meter("fit") as meter:
 
         def report(done: FitProgress) -> None:
             accepted = " ".join(f"{value:.2f}" for value in done.acceptance)
             note = f"loss {done.loss:.3f}, accepted {accepted}, {done.rows_per_second:.0f} rows/s"
-            bar.update(task, completed=done.step, note=note)
+            meter.show(done.step, settings.steps, note)
 
         return trainer.run(report)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from gpu_worker.models.base import CausalLM
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import ModelSource
 
+_SECONDS_BETWEEN_LINES = 30.0
 DATA = Path("~/.cache/draftline/training")
 
 Target = Annotated[
@@ -37,13 +39,36 @@ def serving_target(source: ModelSource, dtype: str, threads: int) -> tuple[Causa
     return load_model(source, dtype, device, team), CPUAttention(device)
 
 
-def progress_bar() -> Progress:
-    """Bar, done of total, time left, and a text of the moment."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-        refresh_per_second=2,
-    )
+class Meter:
+    """A progress bar on a terminal; elsewhere a line now and then, so that a log file tells how far a run is."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            refresh_per_second=2,
+        )
+        self._task = self._bar.add_task(name, total=None, note="")
+        self._terminal = self._bar.console.is_terminal
+        self._spoken = time.monotonic()
+
+    def __enter__(self) -> Meter:
+        if self._terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._terminal:
+            self._bar.stop()
+
+    def show(self, done: int, total: int, note: str) -> None:
+        """How far it is, and a text of the moment."""
+        self._bar.update(self._task, completed=done, total=total, note=note)
+        now = time.monotonic()
+        if not self._terminal and (now - self._spoken > _SECONDS_BETWEEN_LINES or done == total):
+            self._spoken = now
+            print(f"{self._name} {done}/{total} {note}", flush=True)

@@ -1,0 +1,149 @@
+"""The training loop: learns, resumes to the same losses, skips what is not finite, and runs on two processes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gpu_worker.models.heads.config import SECTION, HeadConfig, HeadKind
+from gpu_worker.models.heads.tensors import tensor_shapes
+from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.frozen_target import FrozenTarget
+from gpu_worker.training.schedule import learning_rate
+from tests.gpu_worker.training.samples import trainer
+
+_ROOT = Path(__file__).parents[3]
+
+
+def _losses(directory: Path) -> list[tuple[int, str]]:
+    with (directory / "train.csv").open(newline="") as file:
+        return [(int(row["step"]), row["loss"]) for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("kind", list(HeadKind))
+def test_every_kind_learns(kind: HeadKind, frozen: FrozenTarget, features_dir: Path, tmp_path: Path) -> None:
+    run = trainer(kind, frozen, features_dir, tmp_path, steps=25, validate_every=25, peak_learning_rate=4e-3)
+    before, _ = run.validate()
+    run.run()
+    after, measures = run.validate()
+    assert after < before
+    assert len(measures.acceptance) == 3
+    assert (tmp_path / "progress.png").stat().st_size > 1000
+    assert json.loads((tmp_path / "summary.json").read_text())["position"]["step"] == 25
+
+
+@pytest.mark.parametrize("kind", [HeadKind.EAGLE3, HeadKind.EAGLE])
+def test_resuming_gives_the_losses_of_an_uninterrupted_run(
+    kind: HeadKind, frozen: FrozenTarget, features_dir: Path, tmp_path: Path
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    one = trainer(kind, frozen, features_dir, whole, steps=11)
+    one.run()
+    interrupted = trainer(kind, frozen, features_dir, parts, steps=11)
+
+    def stop(progress: object) -> None:
+        if interrupted.position.step == 8:  # two steps behind the last checkpoint
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.run(stop)
+    resumed = trainer(kind, frozen, features_dir, parts, steps=11)
+    resumed.run()
+    assert resumed.position == one.position
+    assert _losses(parts) == _losses(whole)
+    for (name, mine), theirs in zip(
+        resumed._module.state_dict().items(), one._module.state_dict().values(), strict=True
+    ):
+        assert torch.equal(mine, theirs), name
+
+
+def test_a_checkpoint_of_other_settings_is_refused(
+    frozen: FrozenTarget, features_dir: Path, tmp_path: Path
+) -> None:
+    trainer(HeadKind.MTP, frozen, features_dir, tmp_path, steps=3).run()
+    with pytest.raises(TrainingError, match="seed 1, not 2"):
+        trainer(HeadKind.MTP, frozen, features_dir, tmp_path, steps=6, seed=2).run()
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(
+    frozen: FrozenTarget, features_dir: Path, tmp_path: Path
+) -> None:
+    run = trainer(HeadKind.EAGLE3, frozen, features_dir, tmp_path, steps=3)
+    load, seen = run._dataset.load, []
+
+    def spoiled(*arguments: object) -> object:
+        batch = load(*arguments)
+        seen.append([p.detach().clone() for p in run._parameters])
+        if len(seen) == 2:
+            batch.features[0, 0] = float("inf")
+        return batch
+
+    run._dataset.load = spoiled  # type: ignore[method-assign]
+    run.run()
+    assert run.position.skipped == 1
+    assert run.position.step == 3
+    unchanged = [torch.equal(a, b) for a, b in zip(seen[1], seen[2], strict=True)]
+    assert all(unchanged)
+    assert not all(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
+    assert all(p.isfinite().all() for p in run._parameters)
+
+
+def test_learning_rate_rises_falls_and_keeps_a_floor() -> None:
+    rates = [learning_rate(step, peak=1.0, warmup=10, total=100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[10] == rates[9] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert 0.02 <= rates[-1] < 0.03
+
+
+def test_the_command_writes_a_head_and_goes_on_from_it(features_dir: Path, tmp_path: Path) -> None:
+    output = tmp_path / "head"
+    first = _fit(features_dir, output, 4)
+    assert first.returncode == 0, first.stderr
+    config = HeadConfig.from_json(json.loads((output / "config.json").read_text())[SECTION], "config.json")
+    tensors = load_file(output / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == tensor_shapes(config)
+    assert tensors["fuse.weight"].dtype is torch.bfloat16
+    assert config.vocab_size == 300
+    assert config.draft_vocab_size == len(tensors["draft_ids"]) == 100
+    assert "Acceptance" in (output / "README.md").read_text()
+    second = _fit(features_dir, output, 6)
+    assert second.returncode == 0, second.stderr
+    assert json.loads((output / "summary.json").read_text())["position"]["step"] == 6
+    assert not torch.equal(load_file(output / "model.safetensors")["fuse.weight"], tensors["fuse.weight"])
+
+
+def test_two_processes_train_one_head(features_dir: Path, tmp_path: Path) -> None:
+    done = _fit(
+        features_dir, tmp_path, 4, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["position"]["step"] == 4
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def _fit(features: Path, output: Path, steps: int, *launcher: str) -> subprocess.CompletedProcess[str]:
+    options = {"steps": steps, "rows": 40, "unroll": 2, "draft-vocab": 100, "warmup": 1, "threads": 1}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    return subprocess.run(
+        [
+            *(sys.executable, *launcher, "-m", "gpu_worker.training.cli", "fit", "eagle3"),
+            *("--features", str(features), "--output", str(output), "--precision", "float32"),
+            *arguments,
+        ],
+        cwd=_ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
