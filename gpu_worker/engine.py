@@ -59,7 +59,7 @@ def build_engine(config: WorkerConfig) -> Engine:
     page_bytes = target.bytes_per_page(config.page_size) + weights.bytes_per_page(config.page_size)
     num_pages = config.num_pages or _fitting_pages(config, page_bytes, max_context, device)
     table = RequestTable(config.max_running_requests, max_context, config.page_size, device)
-    sampler = Sampler(config.max_running_requests, target.config.vocab_size, device)
+    sampler = Sampler(config.max_running_requests, target.config.vocab_size, device, team)
     drafters, drafter_facts = build_drafters(config, weights, target, sampler, table, num_pages)
     runner = ModelRunner(
         target,

@@ -18,7 +18,7 @@ import torch
 
 from gpu_worker.errors import WorkerError
 
-_ABI_VERSION = 3
+_ABI_VERSION = 4
 _LIBRARY = Path(__file__).parent / "cpu" / "libdraftline_cpu.so"
 
 
@@ -161,6 +161,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "dl_linear_argmax": (_STATUS, (*_PRODUCT, _ARRAY)),
     "dl_linear_topk": (_STATUS, (*_PRODUCT, c_int32, _ARRAY, _ARRAY, _ARRAY)),
     "dl_linear_residual_blocks": (_STATUS, (*_PRODUCT, _ARRAY)),
+    "dl_gumbel_topk": (_STATUS, (_HANDLE, _ARRAY, _ARRAY, _ARRAY, c_int64, c_int64, c_int32, _ARRAY, _ARRAY)),
     "dl_pool_create": (_HANDLE, (c_int64, c_int64, c_int64, c_int64)),
     "dl_pool_destroy": (None, (_HANDLE,)),
     "dl_pool_move": (_STATUS, (_HANDLE, _ARRAY, _ARRAY, c_int64)),

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu_worker.kernels.draws import MAX_DRAWS, gumbel_topk
+from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.sampling.random import keyed_gumbel
 
 
@@ -15,33 +17,47 @@ class Law:
 
     log_weights: torch.Tensor  # [n, K] float32, log p up to a constant per row; -inf: removed
     token_ids: torch.Tensor | None  # [n, K] int64 distinct per row; None: column c is token c
+    team: ThreadTeam | None = None  # draws on the CPU kernels, bit for bit as torch would
 
     def select(self, rows: torch.Tensor) -> Law:
         """The laws of `rows` [m] int64."""
         ids = None if self.token_ids is None else self.token_ids[rows]
-        return Law(self.log_weights[rows], ids)
+        return Law(self.log_weights[rows], ids, self.team)
 
     def draw(self, keys: torch.Tensor) -> torch.Tensor:
         """[n] int64: one token per row, argmax of log p + Gumbel noise under keys [n] int64.
 
         Noise is computed for candidates only: what truncation removed costs nothing.
         """
-        ids = self.log_weights.shape[1] if self.token_ids is None else self.token_ids
-        return self.tokens_at((self.log_weights + keyed_gumbel(keys, ids)).argmax(dim=-1))
+        return self.tokens_at(self._noisiest(keys, 1)[0][:, 0])
 
     def best(self, count: int, keys: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The `count` candidates of largest weight, [n, count] ids and their log-probabilities, best first.
 
-        With keys [n] each weight first gets the Gumbel noise that `draw` would add: the best is what it would draw.
+        With keys [n] each weight first gets the Gumbel noise that `draw` would add: the best is what it would draw, and
+        probabilities are relative to the few that are returned.
         """
-        weights = self.log_weights
-        if keys is not None:
-            weights = weights + keyed_gumbel(
-                keys, weights.shape[1] if self.token_ids is None else self.token_ids
-            )
-        values, columns = weights.topk(min(count, weights.shape[1]), dim=-1)
+        count = min(count, self.log_weights.shape[1])
+        if keys is None:
+            values, columns = self.log_weights.topk(count, dim=-1)
+            total = self.log_weights.logsumexp(dim=-1, keepdim=True)
+        else:
+            columns, values = self._noisiest(keys, count)
+            total = values.logsumexp(dim=-1, keepdim=True)
         ids = columns if self.token_ids is None else self.token_ids.gather(1, columns)
-        return ids, values - weights.logsumexp(dim=-1, keepdim=True)
+        return ids, values - total
+
+    def _noisiest(self, keys: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns [n, count] with the largest log p + noise under keys [n] int64, and those sums, best first."""
+        if self.team is not None and count <= MAX_DRAWS:
+            return gumbel_topk(self.team, self.log_weights, keys, count, self.token_ids)
+        ids = self.log_weights.shape[1] if self.token_ids is None else self.token_ids
+        noisy = self.log_weights + keyed_gumbel(keys, ids)
+        if count == 1:
+            columns = noisy.argmax(dim=-1, keepdim=True)
+            return columns, noisy.gather(1, columns)
+        values, columns = noisy.topk(count, dim=-1)
+        return columns, values
 
     def probabilities(self) -> torch.Tensor:
         """[n, K] float32, rows sum to 1; computed in float64, so that K does not change a value."""

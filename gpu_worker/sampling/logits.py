@@ -8,11 +8,12 @@ see the committed tokens of its sequence and the drafts on its own path, each on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.sampling.law import Law
 from gpu_worker.sampling.slot_states import Int64Array, Penalties, SlotStates, to_tensor
 from gpu_worker.sampling.truncation import tempered, truncate
@@ -34,8 +35,10 @@ class Rows:
 class LogitsProcessor:
     """Applies each slot's parameters to rows of logits; rows that use nothing are never copied."""
 
-    def __init__(self, states: SlotStates) -> None:
+    def __init__(self, states: SlotStates, team: ThreadTeam | None = None) -> None:
+        """team: threads of the CPU kernels, for laws that draw on them."""
         self._states = states
+        self._team = team
 
     def adjusted(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         """[n, V] logits of `rows` after penalties, bias and bans.
@@ -61,8 +64,9 @@ class LogitsProcessor:
 
         log_weights = tempered(adjusted, column("temperature"))
         if not parameters["truncates"].any():
-            return Law(log_weights, None)
-        return truncate(log_weights, column("top_k"), column("top_p"), column("min_p"))
+            return Law(log_weights, None, self._team)
+        law = truncate(log_weights, column("top_k"), column("top_p"), column("min_p"))
+        return replace(law, team=self._team)
 
     def _adjust_slot(self, selected: torch.Tensor, rows: Rows, slot: int, members: Int64Array) -> None:
         """Changes the rows `members` [m] of `selected` [n, V], all of one slot, in place."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.draft_tree import DraftTree
+from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.sampling.acceptance import (
     Decision,
     accept_by_block,
@@ -61,10 +62,17 @@ class Sampler:
     Logits may be wider than vocab_size (padded embeddings); ids beyond it are never drawn.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device | str,
+        team: ThreadTeam | None = None,
+    ) -> None:
+        """team: threads of the CPU kernels, which draw the same tokens as torch in a fraction of the time."""
         self._vocab_size = vocab_size
         self._states = SlotStates(num_slots, vocab_size, torch.device(device))
-        self._processor = LogitsProcessor(self._states)
+        self._processor = LogitsProcessor(self._states, team)
 
     def admit(
         self,

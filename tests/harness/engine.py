@@ -22,6 +22,7 @@ from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.base import CausalLM
 from gpu_worker.models.heads.base import DraftHead, new_head_pool
 from gpu_worker.models.heads.medusa import MedusaHeads
+from gpu_worker.models.native import NativeCausalLM
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler
 from scheduler_svc.messages import (
@@ -93,7 +94,8 @@ class InProcessEngine:
         device = torch.device("cpu")
         max_context = max_context_tokens or target.config.max_position_embeddings
         self.table = RequestTable(max_running_requests, max_context, page_size, device)
-        self.sampler = Sampler(max_running_requests, target.config.vocab_size, device)
+        team = target.team if isinstance(target, NativeCausalLM) else None
+        self.sampler = Sampler(max_running_requests, target.config.vocab_size, device, team)
         self.pool = target.new_pool(num_pages, page_size)
         self.drafters: dict[SpeculationMethod, Drafter] = {}
         if ngram:

@@ -8,7 +8,7 @@
 #define DL_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change to a struct or signature below; the loader refuses a library with another number.
-constexpr int32_t kDlAbiVersion = 3;
+constexpr int32_t kDlAbiVersion = 4;
 
 typedef struct DlTeam DlTeam;
 typedef struct DlLinear DlLinear;
@@ -145,6 +145,11 @@ DL_API int32_t dl_linear_topk(const DlLinear* linear, DlTeam* team, int32_t isa,
 // out[rows, n / k, k] = x + silu(x times the weights, plus bias): residual blocks side by side, n a multiple of k.
 DL_API int32_t dl_linear_residual_blocks(const DlLinear* linear, DlTeam* team, int32_t isa, int32_t activation_group,
                                          const float* x, int64_t rows, float* out);
+
+// The count <= 64 columns of each row with the largest weights[rows, n] + Gumbel noise of (keys[rows], id), descending,
+// and those sums. ids[rows, n], or null: a column's number is its id. The noise is gpu_worker/sampling/random.py's.
+DL_API int32_t dl_gumbel_topk(DlTeam* team, const float* weights, const int64_t* ids, const int64_t* keys, int64_t rows,
+                              int64_t n, int32_t count, int64_t* columns, float* values);
 
 DL_API DlPool* dl_pool_create(int64_t num_layers, int64_t num_slots, int64_t num_kv_heads, int64_t head_dim);
 DL_API void dl_pool_destroy(DlPool* pool);
