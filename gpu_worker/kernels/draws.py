@@ -1,4 +1,4 @@
-"""Draws with counter-based noise on the CPU kernels: the noise of gpu_worker/sampling/random.py, never stored."""
+"""Draws with counter-based noise on the CPU kernels: the noise of gpu_worker/sampling/random.py, never stored.
 
 Noise for a whole vocabulary costs more in torch than the model's own step. Here nearly every id is ruled out by a bound
 on its noise before any logarithm is taken.
