@@ -122,7 +122,9 @@ def _send(socket: zmq.Socket[bytes]) -> None:
 
 
 def _consume(socket: zmq.Socket[bytes]) -> None:
-    while socket.events & zmq.POLLIN:  # asked first: running into Again would cost more than the ring
+    while (
+        int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+    ):  # asked first: running into Again would cost more than the ring
         socket.recv(zmq.DONTWAIT)
 
 
