@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import typer
 
 from gpu_worker.errors import WorkerError
+from gpu_worker.training.commands.evaluate import evaluate
 from gpu_worker.training.commands.extract import extract
 from gpu_worker.training.commands.fit import fit
+from gpu_worker.training.commands.synthesize import synthesize
 
 app = typer.Typer(
     name="draftline-train",
@@ -17,10 +18,10 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command()(synthesize)
 app.command()(extract)
 app.command()(fit)
-
-DEFAULT_DATA = Path("~/.cache/draftline/training").expanduser()
+app.command()(evaluate)
 
 
 def main() -> None:

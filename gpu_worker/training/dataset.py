@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpu_worker.training.batches import DraftVocabulary, TrainingBatch, collate
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.features import FeatureMeta, FeatureShard
 
-_HELD_OUT_OF = 1000  # the share of held-out conversations is counted in thousandths
+HELD_OUT_THOUSANDTHS = 20
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,12 @@ class Item:
     num_rows: int
 
 
+def is_held_out(token_ids: npt.NDArray[np.int32], thousandths: int = HELD_OUT_THOUSANDTHS) -> bool:
+    """Whether a conversation is kept for validation: by its own tokens, so that more data moves none across."""
+    digest = hashlib.blake2b(token_ids.astype(np.int32).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % 1000 < thousandths
+
+
 class FeatureDataset:
     """All conversations of some shards. Whether one is held out depends on its tokens alone, not on the others."""
 
@@ -37,7 +44,7 @@ class FeatureDataset:
         *,
         hidden: bool,
         captured: bool,
-        held_out_thousandths: int = 20,
+        held_out_thousandths: int = HELD_OUT_THOUSANDTHS,
         max_tokens: int = 4096,
     ) -> None:
         """hidden, captured: what is read. Conversations of more than max_tokens tokens are left out."""
@@ -52,8 +59,7 @@ class FeatureDataset:
                 item = Item(number, index, end - first, shard.num_law_rows(index))
                 if not item.num_rows or item.num_tokens > max_tokens:
                     continue
-                digest = hashlib.blake2b(shard.token_ids[first:end].tobytes(), digest_size=8).digest()
-                held_out = int.from_bytes(digest, "little") % _HELD_OUT_OF < held_out_thousandths
+                held_out = is_held_out(shard.token_ids[first:end], held_out_thousandths)
                 (self.held_out if held_out else self.training).append(item)
         if not self.training:
             raise TrainingError(f"{directory}: no conversation to train on in {len(paths)} shards")

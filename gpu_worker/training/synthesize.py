@@ -1,7 +1,7 @@
 """Step one of training: the target writes prompts and answers for itself, batched, in resumable shards.
 
 A user's turn is sampled behind the chat template's opening of one, and then answered: what a head meets in service is
-the target's own text, so that is what it learns from, and no data set is needed.
+the target's own text, so that is what it learns from, and no data set is needed. Users' turns may also be given.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,7 @@ class _Draft:
     goes_on: bool
     token_ids: list[int]
     answers: list[tuple[int, int]]
+    given: list[str] | None = None  # users' turns still to come; None: the target writes them
 
 
 class Synthesizer:
@@ -63,26 +64,29 @@ class Synthesizer:
         chat: ChatTemplate,
         end_ids: frozenset[int],
         settings: SynthesisSettings,
+        prompts: Sequence[Sequence[str]] | None = None,
     ) -> None:
-        """end_ids end an answer: the model's EOS ids."""
+        """end_ids end an answer: the model's EOS ids. prompts: users' turns of each conversation, at least as many."""
         self._generator = generator
         self._chat = chat
         self._end_ids = end_ids
         self._settings = settings
+        self._prompts = prompts
 
     def write(self, directory: Path, report: Callable[[int, int, float], None]) -> int:
         """Writes the shards that are missing in `directory`; returns the number of answer tokens written.
 
-        report(conversations so far, answer tokens so far, seconds) is called after each shard.
+        report(conversations there so far, answer tokens written so far, seconds) is called after each shard.
         """
         directory.mkdir(parents=True, exist_ok=True)
         settings = self._settings
         started, conversations, tokens = time.monotonic(), 0, 0
         for index in range(-(-settings.num_conversations // settings.shard_size)):
             path = shard_path(directory, index)
-            if path.exists():
-                continue
             count = min(settings.shard_size, settings.num_conversations - index * settings.shard_size)
+            if path.exists():
+                conversations += count
+                continue
             shard = list(self._shard(index, count))
             write_shard(path, shard)
             conversations += len(shard)
@@ -91,7 +95,13 @@ class Synthesizer:
         return tokens
 
     def _shard(self, index: int, count: int) -> Iterator[Conversation]:
-        """`count` conversations; those that come to nothing (empty or repeated prompts) are begun anew."""
+        """`count` conversations; those that come to nothing (empty or repeated prompts) are begun anew.
+
+        Of given prompts there may be fewer: one that is too long for the context has no conversation.
+        """
+        if self._prompts is not None:
+            yield from self._answered(self._prompts[index * self._settings.shard_size :][:count], index)
+            return
         drafts: dict[int, _Draft] = {}  # by id of the request in flight
         seen: set[bytes] = set()
         serial = 0
@@ -110,6 +120,29 @@ class Synthesizer:
                 if conversation is not None:
                     missing -= 1
                     yield conversation
+
+    def _answered(self, prompts: Sequence[Sequence[str]], index: int) -> Iterator[Conversation]:
+        drafts: dict[int, _Draft] = {}
+        for serial, turns in enumerate(prompts):
+            rng = random.Random(f"{self._settings.seed}/{index}/{serial}")
+            greedy = rng.random() < self._settings.greedy_share
+            self._ask(drafts, _Draft([], rng, greedy, True, [], [], given=list(turns)))
+        while drafts:
+            for generation in self._generator.step():
+                draft = drafts.pop(id(generation.request))
+                self._take_answer(draft, generation)
+                if not (generation.ended and draft.given and self._ask(drafts, draft)):
+                    yield self._finished(draft)
+
+    def _ask(self, drafts: dict[int, _Draft], draft: _Draft) -> bool:
+        """Submits the next given turn; False where the context has no room for it and an answer."""
+        assert draft.given
+        draft.messages.append(Message(role="user", content=draft.given.pop(0)))
+        request = self._answer_request(draft)
+        if len(request.token_ids) + request.max_tokens > self._settings.max_context_tokens:
+            return False
+        self._submit(drafts, draft, request)
+        return True
 
     def _advance(
         self, drafts: dict[int, _Draft], draft: _Draft, generation: Generation, seen: set[bytes]

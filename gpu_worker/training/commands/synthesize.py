@@ -1,0 +1,88 @@
+"""draftline-train synthesize: conversations that the target writes itself, or answers to the prompts of a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpu_worker.config import WorkerConfig
+from gpu_worker.engine import build_engine
+from gpu_worker.training.batch_generator import BatchGenerator
+from gpu_worker.training.chat import ChatTemplate
+from gpu_worker.training.commands.options import DATA, Conversations, Meter, Target, Threads
+from gpu_worker.training.prompts import read_prompts
+from gpu_worker.training.synthesize import SynthesisSettings, Synthesizer
+
+_PAGE_SIZE = 16
+_BATCHED_TOKENS = 512
+
+
+def synthesize(
+    model: Target = "",
+    conversations: Conversations = DATA / "conversations",
+    count: Annotated[int, typer.Option(min=1, help="Conversations in all; with prompts: at most.")] = 4096,
+    shard_size: Annotated[int, typer.Option(min=1, help="Conversations of one file.")] = 512,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines: messages, ShareGPT or plain text.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Precision of the target: what it will be served with.")
+    ] = "auto",
+    greedy_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Of the answers; the others are sampled.")
+    ] = 0.6,
+    second_turns: Annotated[
+        float, typer.Option(min=0, max=1, help="Share that goes on for a second prompt.")
+    ] = 0.25,
+    max_answer_tokens: Annotated[int, typer.Option(min=1)] = 448,
+    batch: Annotated[int, typer.Option(min=1, help="Texts that are written at the same time.")] = 64,
+    seed: int = 1,
+    threads: Threads = 0,
+) -> None:
+    """Writes the shards that are missing; what is there is left alone, so an interrupted run just goes on."""
+    given = read_prompts(prompts.expanduser()) if prompts else None
+    settings = SynthesisSettings(
+        count if given is None else min(count, len(given)),
+        shard_size=shard_size,
+        seed=seed,
+        max_answer_tokens=max_answer_tokens,
+        greedy_share=greedy_share,
+        second_turn_share=second_turns,
+    )
+    context = settings.max_context_tokens
+    num_pages = batch * -(-(context + 1) // _PAGE_SIZE)
+    engine = build_engine(
+        WorkerConfig(
+            model=model,
+            dtype=dtype,
+            speculation=(),
+            page_size=_PAGE_SIZE,
+            num_pages=num_pages,
+            max_running_requests=batch,
+            max_context_tokens=context,
+            max_batched_tokens=_BATCHED_TOKENS,
+            num_threads=threads,
+        )
+    )
+    generator = BatchGenerator(
+        engine.runner,
+        num_slots=batch,
+        page_size=_PAGE_SIZE,
+        num_pages=num_pages,
+        max_context_tokens=context,
+        max_batched_tokens=_BATCHED_TOKENS,
+    )
+    facts = engine.facts
+    synthesizer = Synthesizer(
+        generator, ChatTemplate(Path(facts.tokenizer_path)), frozenset(facts.eos_token_ids), settings, given
+    )
+    with Meter("synthesize") as meter:
+
+        def report(done: int, tokens: int, seconds: float) -> None:
+            note = f"conversations, {tokens} answer tokens, {tokens / seconds:.0f}/s"
+            meter.show(done, settings.num_conversations, note)
+
+        tokens = synthesizer.write(conversations.expanduser(), report)
+    print(f"{tokens} answer tokens written into {conversations}")
