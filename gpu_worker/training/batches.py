@@ -81,7 +81,10 @@ def collate(
     *,
     from_captured: bool,
 ) -> TrainingBatch:
-    """Lays conversations end to end. from_captured: the head reads the captured layers, not the last hidden state."""
+    """Lays conversations end to end. from_captured: the head reads the captured layers, not the last hidden state.
+
+    What was not read of the conversations has no features (a draft model needs none).
+    """
     spans: list[Span] = []
     features: list[torch.Tensor] = []
     hidden: list[torch.Tensor] = []
@@ -91,9 +94,9 @@ def collate(
         length, count = len(item.token_ids), len(item.rows)
         spans.append(Span(tokens, tokens + length, rows, rows + count))
         source = item.captured if from_captured else item.hidden
-        assert source is not None, "read with what the head needs"
-        shifted = torch.zeros(source.shape, dtype=dtype)
-        shifted[1:] = source[:-1]
+        shifted = torch.zeros(length, 0 if source is None else source.shape[1], dtype=dtype)
+        if source is not None:
+            shifted[1:] = source[:-1]
         features.append(shifted)
         if item.hidden is not None:
             hidden.append(item.hidden[item.rows].to(dtype))

@@ -49,7 +49,7 @@ def export_head(
     return weights.stat().st_size
 
 
-def model_card(config: HeadConfig, measures: Measures, facts: dict[str, Any]) -> str:
+def model_card(title: str, tag: str, measures: Measures, facts: dict[str, Any]) -> str:
     """Markdown: what it is, what it learned from, how long, and what was measured. facts: printed as a table."""
     positions = range(len(measures.acceptance))
     rows = [
@@ -59,10 +59,9 @@ def model_card(config: HeadConfig, measures: Measures, facts: dict[str, Any]) ->
         "| temperature 1 | " + " | ".join(f"{value:.3f}" for value in measures.sampled_acceptance) + " |",
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
-    title = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "mtp": "MTP", "medusa": "Medusa"}[config.kind.value]
     return (
-        f"---\nlibrary_name: draftline\ntags: [speculative-decoding, {config.kind.value}]\n---\n\n"
-        f"# {title} head\n\n"
+        f"---\nlibrary_name: draftline\ntags: [speculative-decoding, {tag}]\n---\n\n"
+        f"# {title}\n\n"
         "Drafts tokens for the target named below; the target verifies them, so its text does not change.\n\n"
         f"## Training\n\n| | |\n|---|---|\n{table}\n\n"
         "Data: conversations that the target wrote itself (prompts sampled behind the chat template's user turn, "

@@ -15,7 +15,7 @@ import torch
 LossKind = Literal["cross-entropy", "total-variation", "hybrid"]
 LOSS_KINDS: tuple[LossKind, ...] = ("cross-entropy", "total-variation", "hybrid")
 
-_BLOCK_ROWS = 512
+_BLOCK_LOGITS = 1 << 22  # of one block of rows: what stays in a CPU's cache
 _HYBRID_DECAY = 3.0
 _SMALLEST = 1e-37  # a probability that rounds to zero still has a logarithm
 
@@ -92,8 +92,9 @@ class _LawLoss(torch.autograd.Function):
         hit = torch.empty(rows, dtype=torch.bool, device=normed.device)
         grad_normed = torch.empty_like(normed) if wants_normed else None
         kept: list[torch.Tensor] = []
-        for first in range(0, rows, _BLOCK_ROWS):
-            block = slice(first, first + _BLOCK_ROWS)
+        block_rows = max(64, _BLOCK_LOGITS // len(head))
+        for first in range(0, rows, block_rows):
+            block = slice(first, first + block_rows)
             logits = normed[block] @ weights.T
             q = logits.softmax(-1)  # in the compute dtype, summed in float32
             columns_of, p = columns[block], probs[block]

@@ -33,16 +33,17 @@ class HeadChoices:
 
 # arXiv 2503.01840 (EAGLE-3), 2401.15077 section 4.2 (EAGLE: hidden states first, a tenth of the cross-entropy, noise),
 # 2401.10774 section 2.2.1 (Medusa); the MTP module is trained for later steps too, since it drafts more than one.
-_OBJECTIVES = {
+_OBJECTIVES: dict[str, Objective] = {
     HeadKind.EAGLE3: Objective(unroll=5, decay=0.8),
     HeadKind.MTP: Objective(unroll=4, decay=0.6, law_weight=1.0, regression_weight=0.5),
     HeadKind.EAGLE: Objective(unroll=1, decay=0.8, law_weight=0.1, regression_weight=1.0, feature_noise=0.1),
     HeadKind.MEDUSA: Objective(unroll=4, decay=0.8),
+    "draft-model": Objective(unroll=1),
 }
 
 
 def default_objective(
-    kind: HeadKind, *, unroll: int = 0, loss: LossKind = "cross-entropy", decay: float = 0.0
+    kind: str, *, unroll: int = 0, loss: LossKind = "cross-entropy", decay: float = 0.0
 ) -> Objective:
     """The kind's loss; 0 keeps its own unrolling and decay."""
     base = _OBJECTIVES[kind]

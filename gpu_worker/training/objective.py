@@ -11,6 +11,7 @@ from torch import nn
 from gpu_worker.training.batches import DraftVocabulary, Span, TrainingBatch
 from gpu_worker.training.losses import LossKind, law_losses, step_weights
 from gpu_worker.training.modules.decoder_head import DecoderHead
+from gpu_worker.training.modules.draft_model import DraftModel
 from gpu_worker.training.modules.medusa import MedusaHeads
 
 # Columns of BatchOutcome.sums; each is a sum over the rows that the step has a target for.
@@ -46,7 +47,7 @@ class DraftObjective(nn.Module):
 
     def __init__(
         self,
-        head: DecoderHead | MedusaHeads,
+        head: DecoderHead | MedusaHeads | DraftModel,
         embedding: torch.Tensor,
         lm_head: torch.Tensor,
         vocabulary: DraftVocabulary,

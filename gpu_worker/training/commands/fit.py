@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -17,28 +16,24 @@ from gpu_worker.training.checkpoint import RunData, read_checkpoint
 from gpu_worker.training.commands.options import DATA, Features, Meter, Threads
 from gpu_worker.training.dataset import FeatureDataset
 from gpu_worker.training.errors import TrainingError
-from gpu_worker.training.export import export_head, model_card
 from gpu_worker.training.features import FeatureMeta, feature_paths
 from gpu_worker.training.fit import FitProgress, FitSettings, Trainer
-from gpu_worker.training.frozen_target import FrozenTarget
 from gpu_worker.training.losses import LOSS_KINDS, LossKind
 from gpu_worker.training.memory import keep_freed_memory
 from gpu_worker.training.new_head import (
     HeadChoices,
     count_parameters,
     default_objective,
-    head_config,
-    new_head,
 )
 from gpu_worker.training.objective import DraftObjective
+from gpu_worker.training.recipes import DRAFT_MODEL, KINDS, reads, recipe
 from gpu_worker.training.training_log import Measures
-from gpu_worker.weights.resolve import resolve_model
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def fit(
-    kind: Annotated[str, typer.Argument(help="eagle3, mtp, eagle or medusa.")],
+    kind: Annotated[str, typer.Argument(help="eagle3, mtp, eagle, medusa or draft-model.")],
     output: Annotated[Path, typer.Option(help="Where the head, its checkpoint and its logs go.")],
     features: Features = DATA / "features",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps in all.")] = 2000,
@@ -46,7 +41,7 @@ def fit(
     unroll: Annotated[
         int, typer.Option(min=0, help="Draft steps (Medusa: heads) in training; 0: the kind's.")
     ] = 0,
-    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the head.")] = 1,
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 1,
     draft_vocab: Annotated[int, typer.Option(min=0, help="Ids that the head may draft; 0: all.")] = 8192,
     own_lm_head: Annotated[
         bool, typer.Option(help="Train output rows too, starting from the target's.")
@@ -68,14 +63,17 @@ def fit(
     threads: Threads = 0,
 ) -> None:
     """Trains a head from the extracted features, or goes on from the checkpoint in the output directory."""
-    choices = HeadChoices(
-        HeadKind(_one_of("kind", kind, [k.value for k in HeadKind])),
-        num_layers=layers,
-        draft_vocab_size=draft_vocab,
-        full_norms=_one_of("norms", norms, ["full", "original"]) == "full",
-        own_lm_head=own_lm_head,
-        num_medusa_heads=unroll or 4,
-    )
+    _one_of("kind", kind, KINDS)
+    choices = None
+    if kind != DRAFT_MODEL:
+        choices = HeadChoices(
+            HeadKind(kind),
+            num_layers=layers,
+            draft_vocab_size=draft_vocab,
+            full_norms=_one_of("norms", norms, ["full", "original"]) == "full",
+            own_lm_head=own_lm_head,
+            num_medusa_heads=unroll or 4,
+        )
     kind_of_loss: LossKind = next(k for k in LOSS_KINDS if k == _one_of("loss", loss, LOSS_KINDS))
     dtype = _DTYPES[_one_of("precision", precision, list(_DTYPES))]
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
@@ -85,6 +83,10 @@ def fit(
     if distributed:
         dist.init_process_group("gloo")
     try:
+        objective = default_objective(kind, unroll=unroll, loss=kind_of_loss, decay=decay)
+        draft_vocab = 0 if choices is None else draft_vocab
+        dataset, data = _data(features, output, kind, draft_vocab, refresh_data)
+        made = recipe(kind, choices, layers, dataset, data.draft_ids, objective, seed)
         settings = FitSettings(
             steps=steps,
             rows_per_batch=rows,
@@ -92,47 +94,39 @@ def fit(
             warmup=warmup,
             seed=seed,
             validate_every=validate_every,
+            validation_steps=made.validation_steps,
             checkpoint_every=checkpoint_every,
         )
-        objective = default_objective(choices.kind, unroll=unroll, loss=kind_of_loss, decay=decay)
-        dataset, data = _data(features, output, choices, refresh_data)
-        target = FrozenTarget.load(resolve_model(dataset.meta.target), dataset.meta.vocab_size)
-        config = head_config(choices, target, dataset.meta.feature_layers)
-        head = new_head(config, target, data.draft_ids, seed)
         module = DraftObjective(
-            head,
-            target.embedding,
-            target.lm_head,
+            made.module,
+            made.target.embedding,
+            made.target.lm_head,
             DraftVocabulary.of(data.draft_ids, dataset.meta.vocab_size),
             objective,
             dtype,
         )
-        facts = {"head": config.to_json(), "objective": asdict(objective), "precision": precision}
-        trainer = Trainer(module, dataset, data, settings, output, facts)
+        trainer = Trainer(module, dataset, data, settings, output, {**made.facts, "precision": precision})
         chief = not distributed or dist.get_rank() == 0
         if chief:
             print(
-                f"{kind}: {count_parameters(head) / 1e6:.2f} M weights, {len(dataset.training)} conversations,"
-                f" {len(dataset.held_out)} held out"
+                f"{kind}: {count_parameters(made.module) / 1e6:.2f} M weights,"
+                f" {len(dataset.training)} conversations, {len(dataset.held_out)} held out",
+                flush=True,
             )
         measures = _run(trainer, settings, chief)
         if chief:
             position = trainer.position
-            card = model_card(
-                config,
-                measures,
-                {
-                    "target": dataset.meta.target or "SmolLM2-135M-Instruct",
-                    "target precision": dataset.meta.precision,
-                    "conversations": len(dataset.training),
-                    "optimizer steps": position.step,
-                    "rows seen": position.rows,
-                    "unrolled steps": objective.unroll,
-                    "loss": objective.loss,
-                    "draft vocabulary": config.draft_vocab_size,
-                },
-            )
-            size = export_head(output, head, config, data.draft_ids, card)
+            told = {
+                "target": dataset.meta.target or "SmolLM2-135M-Instruct",
+                "target precision": dataset.meta.precision,
+                "conversations": len(dataset.training),
+                "optimizer steps": position.step,
+                "rows seen": position.rows,
+                "unrolled steps": objective.unroll,
+                "loss": objective.loss,
+                "draft vocabulary": len(data.draft_ids),
+            }
+            size = made.export(output, measures, told)
             print(
                 f"{output}: {size / 1e6:.1f} MB, acceptance length {measures.acceptance_length:.2f}"
                 f" over a chain of {len(measures.acceptance)}, {position.skipped} steps skipped"
@@ -143,7 +137,7 @@ def fit(
 
 
 def _data(
-    features: Path, output: Path, choices: HeadChoices, refresh: bool
+    features: Path, output: Path, kind: str, draft_vocab: int, refresh: bool
 ) -> tuple[FeatureDataset, RunData]:
     """The shards of the run's checkpoint if it has one, else all; and the ids to draft, counted in them."""
     state = read_checkpoint(output)
@@ -154,12 +148,11 @@ def _data(
         if missing := [name for name in names if name not in by_name]:
             raise TrainingError(f"{features}: {missing[0]}, which the checkpoint was trained on, is gone")
         paths = [by_name[name] for name in names]
-    captured = choices.kind is HeadKind.EAGLE3
-    dataset = FeatureDataset(features, paths, hidden=not captured, captured=captured)
+    dataset = FeatureDataset(features, paths, **reads(kind))
     if state is not None:
         ids = RunData.of(state).draft_ids
     else:
-        size = choices.draft_vocab_size or FeatureMeta.read(features).vocab_size
+        size = draft_vocab or FeatureMeta.read(features).vocab_size
         ids = DraftVocabulary.most_frequent(dataset.answer_counts(), size).ids
     return dataset, RunData(tuple(path.name for path in paths), ids)
 

@@ -18,6 +18,8 @@ from gpu_worker.models.heads.tensors import tensor_shapes
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.frozen_target import FrozenTarget
 from gpu_worker.training.schedule import learning_rate
+from gpu_worker.weights.loader import load_model
+from gpu_worker.weights.resolve import resolve_model
 from tests.gpu_worker.training.samples import trainer
 
 _ROOT = Path(__file__).parents[3]
@@ -121,6 +123,14 @@ def test_the_command_writes_a_head_and_goes_on_from_it(features_dir: Path, tmp_p
     assert not torch.equal(load_file(output / "model.safetensors")["fuse.weight"], tensors["fuse.weight"])
 
 
+def test_the_command_writes_a_draft_model(features_dir: Path, tmp_path: Path) -> None:
+    done = _fit(features_dir, tmp_path, 3, kind="draft-model")
+    assert done.returncode == 0, done.stderr
+    model = load_model(resolve_model(str(tmp_path)), "float32", "cpu")
+    assert model.num_layers == 1
+    assert model.config.vocab_size == 300
+
+
 def test_two_processes_train_one_head(features_dir: Path, tmp_path: Path) -> None:
     done = _fit(
         features_dir, tmp_path, 4, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
@@ -131,12 +141,14 @@ def test_two_processes_train_one_head(features_dir: Path, tmp_path: Path) -> Non
     assert (tmp_path / "model.safetensors").exists()
 
 
-def _fit(features: Path, output: Path, steps: int, *launcher: str) -> subprocess.CompletedProcess[str]:
+def _fit(
+    features: Path, output: Path, steps: int, *launcher: str, kind: str = "eagle3"
+) -> subprocess.CompletedProcess[str]:
     options = {"steps": steps, "rows": 40, "unroll": 2, "draft-vocab": 100, "warmup": 1, "threads": 1}
     arguments = [f"--{name}={value}" for name, value in options.items()]
     return subprocess.run(
         [
-            *(sys.executable, *launcher, "-m", "gpu_worker.training.cli", "fit", "eagle3"),
+            *(sys.executable, *launcher, "-m", "gpu_worker.training.cli", "fit", kind),
             *("--features", str(features), "--output", str(output), "--precision", "float32"),
             *arguments,
         ],

@@ -1,0 +1,96 @@
+"""Starts a draft model from some of the target's layers, and writes it as a directory that `--draft-model` takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from gpu_worker.models.config import ARCHITECTURES, ModelConfig
+from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.frozen_target import FrozenTarget
+from gpu_worker.training.modules.draft_model import DraftModel
+from gpu_worker.weights.resolve import ModelSource
+from gpu_worker.weights.tokenizer_export import export_tokenizer
+
+_TOKENIZER_FILES = "tokenizer*.json"
+
+
+def new_draft_model(target: FrozenTarget, num_layers: int) -> DraftModel:
+    """Copies the target's first layers, its last layer and its norm."""
+    count = target.config.num_layers
+    if not 1 <= num_layers <= count:
+        raise TrainingError(f"layers: {num_layers}, the target has {count}")
+    module = DraftModel(target.config, num_layers)
+    sources = [*range(num_layers - 1), count - 1]
+    with torch.no_grad():
+        for layer, source in zip(module.layers, sources, strict=True):
+            for name, parameter in layer.named_parameters():
+                parameter.copy_(target.layer_tensor(source, name, tuple(parameter.shape)))
+        module.norm.weight.copy_(target.final_norm)
+    return module
+
+
+def export_draft_model(
+    directory: Path, module: DraftModel, target: FrozenTarget, source: ModelSource, card: str
+) -> int:
+    """Writes a complete checkpoint in bfloat16 with the target's tokenizer; the size of the weights in bytes."""
+    tensors = {f"model.{name}": value for name, value in module.state_dict().items()}
+    tensors["model.embed_tokens.weight"] = target.embedding
+    if not target.config.tie_word_embeddings:
+        tensors["lm_head.weight"] = target.lm_head
+    tensors = {name: value.detach().to(torch.bfloat16).contiguous() for name, value in tensors.items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    unfinished = directory / "model.safetensors.partial"
+    save_file(tensors, unfinished, metadata={"format": "pt"})
+    os.replace(unfinished, directory / "model.safetensors")
+    config = _hub_config(target.config, len(module.layers))
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (directory / "README.md").write_text(card, encoding="utf-8")
+    for path in export_tokenizer(source).glob(_TOKENIZER_FILES):
+        shutil.copy(path, directory / path.name)
+    return (directory / "model.safetensors").stat().st_size
+
+
+def _hub_config(model: ModelConfig, num_layers: int) -> dict[str, Any]:
+    rope = model.rope
+    if rope.frequency_divisors:
+        raise TrainingError(
+            "target: its rotary frequencies have divisors of their own, which config.json cannot say"
+        )
+    scaling: dict[str, Any] | None = None
+    if rope.kind != "default":
+        scaling = {"rope_type": rope.kind, "factor": rope.factor}
+        if rope.kind in ("llama3", "yarn"):
+            scaling["original_max_position_embeddings"] = rope.original_max_position_embeddings
+        if rope.kind == "llama3":
+            scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        if rope.kind == "yarn":
+            scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+            scaling["attention_factor"] = rope.attention_factor
+    return {
+        "architectures": [model.architecture],
+        "model_type": ARCHITECTURES[model.architecture].model_type,
+        "vocab_size": model.num_embeddings,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.rms_norm_eps,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "attention_bias": model.qkv_bias,
+        "mlp_bias": False,
+        "eos_token_id": list(model.eos_token_ids),
+        "torch_dtype": "bfloat16",
+    }

@@ -1,0 +1,81 @@
+"""What to train for each kind, and how it is written in the end: the one place where heads and draft models differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_worker.models.heads.config import HeadKind
+from gpu_worker.training.dataset import FeatureDataset
+from gpu_worker.training.draft_model import export_draft_model, new_draft_model
+from gpu_worker.training.export import export_head, model_card
+from gpu_worker.training.frozen_target import FrozenTarget
+from gpu_worker.training.modules.decoder_head import DecoderHead
+from gpu_worker.training.modules.draft_model import DraftModel
+from gpu_worker.training.modules.medusa import MedusaHeads
+from gpu_worker.training.new_head import HeadChoices, head_config, new_head
+from gpu_worker.training.objective import Objective
+from gpu_worker.training.training_log import Measures
+from gpu_worker.weights.resolve import resolve_model
+
+DRAFT_MODEL = "draft-model"
+KINDS = (*(kind.value for kind in HeadKind), DRAFT_MODEL)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A module that is ready to train."""
+
+    module: DecoderHead | MedusaHeads | DraftModel
+    target: FrozenTarget
+    facts: dict[str, Any]  # that a checkpoint must share
+    validation_steps: int
+    export: Callable[
+        [Path, Measures, dict[str, Any]], int
+    ]  # (directory, measures, facts of the card) -> bytes
+
+
+def reads(kind: str) -> dict[str, bool]:
+    """Which features a kind needs: keyword arguments of FeatureDataset."""
+    captured = kind == HeadKind.EAGLE3.value
+    return {"hidden": not captured and kind != DRAFT_MODEL, "captured": captured}
+
+
+def recipe(
+    kind: str,
+    choices: HeadChoices | None,
+    num_layers: int,
+    dataset: FeatureDataset,
+    draft_ids: torch.Tensor,
+    objective: Objective,
+    seed: int,
+) -> Recipe:
+    """choices: of a head; None for a draft model of num_layers layers."""
+    source = resolve_model(dataset.meta.target)
+    target = FrozenTarget.load(source, dataset.meta.vocab_size)
+    if choices is None:
+        model = new_draft_model(target, num_layers)
+        facts = {"kind": kind, "layers": num_layers, "objective": asdict(objective)}
+
+        def write_model(directory: Path, measures: Measures, told: dict[str, Any]) -> int:
+            return export_draft_model(
+                directory, model, target, source, model_card("Draft model", kind, measures, told)
+            )
+
+        return Recipe(model, target, facts, 5, write_model)
+    config = head_config(choices, target, dataset.meta.feature_layers)
+    head = new_head(config, target, draft_ids, seed)
+
+    def write_head(directory: Path, measures: Measures, told: dict[str, Any]) -> int:
+        title = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "mtp": "MTP", "medusa": "Medusa"}[kind]
+        return export_head(
+            directory, head, config, draft_ids, model_card(f"{title} head", kind, measures, told)
+        )
+
+    steps = config.num_medusa_heads if config.kind is HeadKind.MEDUSA else 5
+    facts = {"head": config.to_json(), "objective": asdict(objective)}
+    return Recipe(head, target, facts, steps, write_head)

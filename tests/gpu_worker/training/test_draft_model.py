@@ -1,0 +1,71 @@
+"""A trained draft model is a checkpoint like any other: what it computes is what it was trained to compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_worker.errors import ModelError
+from gpu_worker.training.batches import DraftVocabulary
+from gpu_worker.training.draft_model import export_draft_model, new_draft_model
+from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.frozen_target import FrozenTarget
+from gpu_worker.training.new_head import default_objective
+from gpu_worker.training.objective import DraftObjective, unrolled_logits
+from gpu_worker.weights.loader import load_model
+from gpu_worker.weights.resolve import resolve_model
+from gpu_worker.weights.token_map import check_same_token_map
+from gpu_worker.weights.tokenizer_export import export_tokenizer
+from tests.gpu_worker.forwarding import prompt_logits
+from tests.models import make_tiny_llama
+
+
+def _objective(model: torch.nn.Module, target: FrozenTarget) -> DraftObjective:
+    vocabulary = DraftVocabulary.of(torch.arange(target.config.vocab_size), target.config.vocab_size)
+    objective = default_objective("draft-model")
+    return DraftObjective(model, target.embedding, target.lm_head, vocabulary, objective, torch.float32)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_the_service_computes_what_was_trained(tie: bool, tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "factor": 2.0}
+    source = resolve_model(
+        str(make_tiny_llama(tmp_path / "target", num_layers=3, tie=tie, rope=rope, seed=4))
+    )
+    target = FrozenTarget.load(source, 300)
+    model = new_draft_model(target, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter)).copy_(parameter.bfloat16().float())
+    target.embedding.copy_(target.embedding.bfloat16().float())  # as the file will hold them
+    target.lm_head.copy_(target.lm_head.bfloat16().float())
+    export_draft_model(tmp_path / "draft", model, target, source, "card")
+    served_source = resolve_model(str(tmp_path / "draft"))
+    check_same_token_map(export_tokenizer(source), export_tokenizer(served_source))
+    served = load_model(served_source, "float32", "cpu")
+    assert served.num_layers == 2
+    ids = torch.tensor([5, 17, 200, 31, 8, 90, 7])
+    with torch.no_grad():
+        trained = unrolled_logits(_objective(model, target), ids, torch.zeros(7, 0), 1)[0]
+    torch.testing.assert_close(trained, prompt_logits(served, ids.tolist()), rtol=1e-4, atol=1e-4)
+
+
+def test_all_layers_give_the_target_itself(frozen: FrozenTarget, tiny_model_dir: Path) -> None:
+    model = new_draft_model(frozen, frozen.config.num_layers)
+    target = load_model(resolve_model(str(tiny_model_dir)), "float32", "cpu")
+    ids = torch.tensor([4, 9, 33, 70])
+    with torch.no_grad():
+        logits = unrolled_logits(_objective(model, frozen), ids, torch.zeros(4, 0), 1)[0]
+    torch.testing.assert_close(logits, prompt_logits(target, ids.tolist()), rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_is_refused(frozen: FrozenTarget, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="layers: 3, the target has 2"):
+        new_draft_model(frozen, 3)
+    with pytest.raises(ModelError, match="layer 2"):
+        frozen.layer_tensor(2, "input_layernorm.weight", (64,))
+    qwen = make_tiny_llama(tmp_path, architecture="Qwen3ForCausalLM")
+    with pytest.raises(TrainingError, match="qk_norm"):
+        new_draft_model(FrozenTarget.load(resolve_model(str(qwen)), 300), 1)
