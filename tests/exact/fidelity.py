@@ -18,7 +18,7 @@ from gpu_worker.models.base import CausalLM
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
 from shared_mem.enums import SpeculationMethod
-from tests.exact.real_model import Checker, kernel_threads, make_engine, read_prompts
+from tests.exact.real_model import Checker, Drafts, kernel_threads, make_engine, read_prompts
 from tests.harness.whole_sequence import forward_whole
 
 
@@ -43,7 +43,8 @@ def main() -> None:
     prompts = read_prompts(options.prompts, options.limit)
     target = load_model(resolve_model(""), "float32", device)
     writer = Checker(target, prompts, options.max_tokens, None)
-    answers = writer.run(make_engine(target, 1), SpeculationMethod.NGRAM, 16)
+    engine = make_engine(target, Drafts(0, {}, None, 0))
+    answers = [text.ids for text in writer.run(engine, SpeculationMethod.NGRAM, 16)]
     num_tokens = sum(map(len, answers))
     print(f"{len(prompts)} answers, {num_tokens} tokens\n")
     print("| served as | perplexity | against float32 |\n|---|---|---|")

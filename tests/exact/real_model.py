@@ -2,11 +2,13 @@
 
     python -m tests.exact.real_model --prompts FILE.jsonl --limit 40 --dtype float32 --dtype bfloat16 --dtype int8
     python -m tests.exact.real_model --prompts FILE.jsonl --seeded 200
+    python -m tests.exact.real_model --prompts FILE.jsonl --dtype int8 --head eagle3=DIR --head mtp=DIR --tree 15
 
 float32 greedy ids are compared with transformers' own greedy decoding; lower precisions with their own ids without
 speculation, one request at a time. Rows of the file are {"turns": [...]} (the first turn is asked as a chat) or
 {"prompt": ...}. A difference is excused only by a near tie of the best two (noised) logits where it begins; all are
-listed. Exit code 1 if any is not excused.
+listed. On the CPU kernels log-probabilities are compared too, and nothing is excused. Exit code 1 if any difference is
+left.
 """
 
 from __future__ import annotations
@@ -23,11 +25,16 @@ import torch
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from gpu_worker.drafting.tree_growth import TreeShape
 from gpu_worker.kernels import native
 from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.models.base import CausalLM
+from gpu_worker.models.heads.base import DraftHead
+from gpu_worker.models.heads.build import build_head
+from gpu_worker.models.heads.medusa import MedusaHeads, build_medusa
 from gpu_worker.models.native import NativeCausalLM
 from gpu_worker.sampling.random import gumbel_noise
+from gpu_worker.weights.head_checkpoint import load_head
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
 from gpu_worker.weights.tokenizer_export import export_tokenizer
@@ -37,7 +44,32 @@ from tests.exact.transformers_reference import greedy, load_reference, next_logi
 from tests.harness.engine import GREEDY, InProcessEngine
 from tests.harness.whole_sequence import forward_whole
 
-METHODS = (SpeculationMethod.DISABLED, SpeculationMethod.NGRAM, SpeculationMethod.DRAFT_MODEL)
+
+@dataclass(frozen=True)
+class Drafts:
+    """What is loaded beside the target, besides n-gram lookup."""
+
+    num_layers: int  # of the draft model, the target's first; 0: none
+    heads: dict[SpeculationMethod, DraftHead]
+    medusa: MedusaHeads | None
+    tree_budget: int  # nodes of the heads' trees; 0: chains of four
+
+    @property
+    def methods(self) -> list[SpeculationMethod]:
+        """Speculation off first, then everything loaded."""
+        methods = [SpeculationMethod.DISABLED, SpeculationMethod.NGRAM]
+        methods += [SpeculationMethod.DRAFT_MODEL] * (self.num_layers > 0)
+        methods += self.heads
+        methods += [SpeculationMethod.MEDUSA] * (self.medusa is not None)
+        return [*methods, SpeculationMethod.PORTFOLIO] if self.heads or self.medusa else methods
+
+
+@dataclass(frozen=True)
+class Text:
+    """What one prompt gave: ids and, on the CPU kernels, the log-probability of each."""
+
+    ids: list[int]
+    logprobs: list[float]
 
 
 @dataclass(frozen=True)
@@ -76,13 +108,33 @@ def read_prompts(path: Path, limit: int) -> list[list[int]]:
     return prompts[:limit]
 
 
-def make_engine(target: CausalLM, num_draft_layers: int, **settings: int) -> InProcessEngine:
-    """n-gram and a draft model (the target's first layers) loaded beside the target."""
+def load_drafts(options: argparse.Namespace, target: CausalLM) -> Drafts:
+    """The draft model and heads that the command line names."""
+    heads: dict[SpeculationMethod, DraftHead] = {}
+    medusa: MedusaHeads | None = None
+    for text in options.head or ():
+        label, _, path = text.partition("=")
+        checkpoint = load_head(path, target.config)
+        if label == SpeculationMethod.MEDUSA.label:
+            medusa = build_medusa(checkpoint.config, checkpoint.tensors, target)
+        else:
+            method = SpeculationMethod.from_label(label)
+            heads[method] = build_head(checkpoint.config, checkpoint.tensors, target)
+    return Drafts(options.draft_layers, heads, medusa, options.tree)
+
+
+def make_engine(target: CausalLM, drafts: Drafts, **settings: int) -> InProcessEngine:
+    """Every drafter of `drafts` loaded beside the target."""
     defaults = {"page_size": 16, "num_pages": 2200, "max_batched_tokens": 512, "max_context_tokens": 2048}
     return InProcessEngine(
         target,
         ngram=True,
-        draft=target.truncated(num_draft_layers),
+        draft=target.truncated(drafts.num_layers) if drafts.num_layers else None,
+        heads=drafts.heads,
+        medusa=drafts.medusa,
+        portfolio=SpeculationMethod.PORTFOLIO in drafts.methods,
+        tree=TreeShape(max_depth=5) if drafts.tree_budget else None,
+        num_draft_tokens=drafts.tree_budget or 4,
         eos_token_ids=target.config.eos_token_ids,
         **(defaults | settings),  # type: ignore[arg-type]
     )
@@ -119,41 +171,46 @@ class Checker:
         method: SpeculationMethod,
         together: int,
         samplings: Sequence[Sampling] | None = None,
-    ) -> list[list[int]]:
-        """Generated ids of all prompts, `together` at a time."""
+    ) -> list[Text]:
+        """What all prompts give, `together` at a time."""
         samplings = samplings or [GREEDY] * len(self.prompts)
-        ids: list[list[int]] = []
+        num_logprobs = 0 if isinstance(self.target, NativeCausalLM) else None
+        texts: list[Text] = []
         for start in range(0, len(self.prompts), together):
             group = range(start, min(start + together, len(self.prompts)))
             requests = [
                 engine.submit(
-                    self.prompts[i], stopping=Stopping(self.max_tokens), method=method, sampling=samplings[i]
+                    self.prompts[i],
+                    stopping=Stopping(self.max_tokens),
+                    method=method,
+                    sampling=samplings[i],
+                    num_logprobs=num_logprobs,
                 )
                 for i in group
             ]
             outputs = engine.run()
-            ids += [outputs[request, 0].token_ids for request in requests]
-        return ids
+            for request in requests:
+                output = outputs[request, 0]
+                texts.append(Text(output.token_ids, [logprobs.logprob for logprobs in output.logprobs]))
+        return texts
 
     def compare(
         self,
         variant: str,
-        ids: list[list[int]],
-        reference: list[list[int]],
+        texts: list[Text],
+        reference: list[Text],
         samplings: Sequence[Sampling] | None = None,
     ) -> None:
-        """Notes every prompt whose ids differ from the reference's."""
-        for i, (got, expected) in enumerate(zip(ids, reference, strict=True)):
+        """Notes every prompt whose ids (or log-probabilities) differ from the reference's."""
+        for i, (text, expected) in enumerate(zip(texts, reference, strict=True)):
             self.num_compared += 1
-            if got != expected:
-                position = next(
-                    (k for k, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b),
-                    min(len(got), len(expected)),
-                )
+            if text != expected:
+                pairs = zip(_tokens(text), _tokens(expected), strict=False)
+                shorter = min(len(text.ids), len(expected.ids))
+                position = next((k for k, (a, b) in enumerate(pairs) if a != b), shorter)
                 sampling = samplings[i] if samplings else GREEDY
-                self.differences.append(
-                    Difference(variant, i, position, self._gap(i, expected[:position], sampling))
-                )
+                gap = self._gap(i, expected.ids[:position], sampling)
+                self.differences.append(Difference(variant, i, position, gap))
 
     def _gap(self, prompt: int, generated: list[int], sampling: Sampling) -> float:
         tokens = [*self.prompts[prompt], *generated]
@@ -168,46 +225,49 @@ class Checker:
         return float(best[0] - best[1])
 
 
-def check_greedy(checker: Checker, dtype: str, num_draft_layers: int) -> list[list[int]]:
+def _tokens(text: Text) -> list[object]:
+    return list(zip(text.ids, text.logprobs, strict=True)) if text.logprobs else list(text.ids)
+
+
+def check_greedy(checker: Checker, dtype: str, drafts: Drafts) -> None:
     """Every method alone and 16 at a time, with preemption forced, and with a warm prefix cache."""
     started = time.perf_counter()
     if dtype == "float32":
         reference = [
-            greedy(checker.reference_model, prompt, checker.max_tokens)  # type: ignore[arg-type]
+            Text(greedy(checker.reference_model, prompt, checker.max_tokens), [])  # type: ignore[arg-type]
             for prompt in checker.prompts
         ]
         print(f"  transformers' greedy ids after {time.perf_counter() - started:.0f} s", flush=True)
     else:
-        engine = make_engine(checker.target, num_draft_layers)
+        engine = make_engine(checker.target, drafts)
         reference = checker.run(engine, SpeculationMethod.DISABLED, 1)
-    for method in METHODS:
+    for method in drafts.methods:
         for together in (1, 16):
-            engine = make_engine(checker.target, num_draft_layers)
+            engine = make_engine(checker.target, drafts)
             checker.compare(f"{method.label} x{together}", checker.run(engine, method, together), reference)
             print(f"  {method.label} x{together} after {time.perf_counter() - started:.0f} s", flush=True)
         checker.compare(f"{method.label} x16, warm prefix", checker.run(engine, method, 16), reference)
         longest = max(map(len, checker.prompts)) + checker.max_tokens
-        small = make_engine(checker.target, num_draft_layers, num_pages=-(-longest // 16) + 30)
+        small = make_engine(checker.target, drafts, num_pages=-(-longest // 16) + 30)
         checker.compare(f"{method.label} x16, small pool", checker.run(small, method, 16), reference)
         print(
             f"  {method.label}: warm and small pool ({small.scheduler.counters.num_preemptions} preemptions) "
             f"after {time.perf_counter() - started:.0f} s",
             flush=True,
         )
-    return reference
 
 
-def check_seeded(checker: Checker, num_draft_layers: int) -> None:
+def check_seeded(checker: Checker, drafts: Drafts) -> None:
     """Seeded sampling at temperature 1: every method, alone and 16 at a time, against speculation off alone."""
     samplings = [Sampling(1.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0, 1000 + i) for i in range(len(checker.prompts))]
     started = time.perf_counter()
     reference = None
-    for method in METHODS:
+    for method in drafts.methods:
         for together in (1, 16):
-            engine = make_engine(checker.target, num_draft_layers)
-            ids = checker.run(engine, method, together, samplings)
-            reference = reference or ids
-            checker.compare(f"seeded {method.label} x{together}", ids, reference, samplings)
+            engine = make_engine(checker.target, drafts)
+            texts = checker.run(engine, method, together, samplings)
+            reference = reference or texts
+            checker.compare(f"seeded {method.label} x{together}", texts, reference, samplings)
             print(
                 f"  seeded {method.label} x{together} after {time.perf_counter() - started:.0f} s", flush=True
             )
@@ -222,15 +282,20 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=40)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16", "int8"])
-    parser.add_argument("--seeded", type=int, default=0, help="this many seeded float32 requests instead")
-    parser.add_argument("--draft-layers", type=int, default=6)
+    parser.add_argument("--seeded", type=int, default=0, help="this many requests at temperature 1 instead")
+    parser.add_argument("--draft-layers", type=int, default=6, help="of the draft model; 0: none")
+    parser.add_argument(
+        "--head", action="append", metavar="METHOD=PATH", help="a head to draft with; repeatable"
+    )
+    parser.add_argument("--tree", type=int, default=0, help="nodes of the heads' trees; 0: chains of four")
     parser.add_argument(
         "--torch", action="store_true", help="int8 and bfloat16 in torch, not on the CPU kernels"
     )
     options = parser.parse_args()
-    reference_model = load_reference()
+    dtypes = options.dtype or ["float32"]
+    reference_model = load_reference() if "float32" in dtypes else None
     failed = False
-    for dtype in ["float32"] if options.seeded else options.dtype or ["float32"]:
+    for dtype in dtypes:
         target = load_model(
             resolve_model(""), dtype, torch.device("cpu"), None if options.torch else kernel_threads()
         )
@@ -240,9 +305,9 @@ def main() -> int:
         checker = Checker(target, prompts, options.max_tokens, reference_model)
         print(f"{dtype}: {len(prompts)} prompts, up to {options.max_tokens} tokens", flush=True)
         if options.seeded:
-            check_seeded(checker, options.draft_layers)
+            check_seeded(checker, load_drafts(options, target))
         else:
-            check_greedy(checker, dtype, options.draft_layers)
+            check_greedy(checker, dtype, load_drafts(options, target))
         # on the kernels there is nothing to excuse: verify = decode, bit for bit
         allowed_gap = 1e-3 if dtype == "float32" else 0.0 if isinstance(target, NativeCausalLM) else 0.1
         unexcused = [d for d in checker.differences if d.gap > allowed_gap]

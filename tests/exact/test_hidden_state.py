@@ -50,7 +50,9 @@ def assert_draft_state_is_fresh(engine: InProcessEngine, kind: str, target: Caus
     slots = torch.from_numpy(engine.table.kv_slots(slot, np.arange(first, computed)))
     for layer in range(head.config.num_layers):
         for ours, theirs in ((pool.keys, fresh.keys), (pool.values, fresh.values)):  # type: ignore[attr-defined]
-            torch.testing.assert_close(ours[layer][slots], theirs[layer][first:computed], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                ours[layer][slots], theirs[layer][first:computed], atol=1e-4, rtol=1e-4
+            )
     if drafter._ready[slot]:
         torch.testing.assert_close(drafter._normed[slot], rows.normed[-1], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(drafter._recycled[slot], rows.recycled[-1], atol=1e-4, rtol=1e-4)
