@@ -71,6 +71,17 @@ class FeatureDataset:
             counts += np.bincount(shard.token_ids[shard.answer == 1], minlength=len(counts))
         return torch.from_numpy(counts)
 
+    def feature_sizes(self, conversations: int = 64) -> torch.Tensor:
+        """[n*h] root mean square of each captured feature. First tokens are left out: targets park attention there,
+        with values far from all others."""
+        squares, count = torch.zeros(self.meta.hidden_size * len(self.meta.feature_layers)), 0
+        for item in self.training[:conversations]:
+            captured = self._shards[item.shard].read(item.index, hidden=False, captured=True).captured
+            assert captured is not None
+            squares += captured[1:].float().square().sum(0)
+            count += len(captured) - 1
+        return (squares / max(1, count)).sqrt().clamp_min(1e-4)
+
     def epoch(self, number: int, seed: int, rows_per_batch: int) -> list[list[Item]]:
         """The batches of one pass over the training conversations, shuffled."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)

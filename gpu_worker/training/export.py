@@ -9,24 +9,25 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from gpu_worker.models.heads.config import SECTION, HeadConfig
 from gpu_worker.models.heads.tensors import DRAFT_IDS, tensor_shapes
 from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.modules.decoder_head import DecoderHead
+from gpu_worker.training.modules.medusa import MedusaHeads
 from gpu_worker.training.training_log import Measures
 
 
 def export_head(
     directory: Path,
-    head: nn.Module,
+    head: DecoderHead | MedusaHeads,
     config: HeadConfig,
     draft_ids: torch.Tensor,
     card: str,
     dtype: torch.dtype = torch.bfloat16,
 ) -> int:
     """Writes the three files, each replaced as a whole; the size of the weights in bytes."""
-    tensors = {name: value.detach().to(dtype).contiguous() for name, value in head.state_dict().items()}
+    tensors = {name: value.detach().to(dtype).contiguous() for name, value in head.tensors().items()}
     if config.draft_vocab_size < config.vocab_size:
         tensors[DRAFT_IDS] = draft_ids.long()
     shapes = tensor_shapes(config)

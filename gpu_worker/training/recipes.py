@@ -69,6 +69,8 @@ def recipe(
         return Recipe(model, target, facts, 5, write_model)
     config = head_config(choices, target, dataset.meta.feature_layers)
     head = new_head(config, target, draft_ids, seed)
+    if isinstance(head, DecoderHead) and config.feature_layers:
+        head.set_feature_sizes(dataset.feature_sizes())
 
     def write_head(directory: Path, measures: Measures, told: dict[str, Any]) -> int:
         title = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "mtp": "MTP", "medusa": "Medusa"}[kind]

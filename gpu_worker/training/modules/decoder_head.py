@@ -64,6 +64,22 @@ class DecoderHead(nn.Module):
         self.norm = Norm(h, eps) if config.norms_output else None
         self.lm_head = Projection(h, config.draft_vocab_size, bias=False) if config.own_lm_head else None
         self._group = config.num_heads // config.num_kv_heads
+        # A few features of every target are hundreds of times larger than the others. Dividing each by its own size
+        # and the columns of `fuse` accordingly is the same function, but one that a single learning rate suits.
+        self.register_buffer("feature_scale", torch.ones(config.feature_size if self.fuse else 0))
+
+    def set_feature_sizes(self, sizes: torch.Tensor) -> None:
+        """sizes [F]: the root mean square of each feature; before training, no effect on heads without `fuse`."""
+        if self.fuse is not None:
+            self.feature_scale.copy_(1.0 / sizes)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What serving reads, under the canonical names."""
+        tensors = dict(self.state_dict())
+        scale = tensors.pop("feature_scale")
+        if self.fuse is not None:
+            tensors["fuse.weight"] = tensors["fuse.weight"] * scale
+        return tensors
 
     def output_rows(self, step: int) -> torch.Tensor | None:
         """The head's own output rows [V, h]; None: the target's."""
@@ -108,7 +124,9 @@ class DecoderHead(nn.Module):
         stored: list[DraftKeys],
     ) -> DraftStep:
         """All tokens give keys; only law rows go through the last layer."""
-        feature = batch.features if self.fuse is None else self.fuse(batch.features)
+        feature = batch.features
+        if self.fuse is not None:
+            feature = self.fuse((feature * self.feature_scale).to(embedding.dtype))
         x, side = self._inputs(embedding[batch.token_ids], feature)
         for i, layer in enumerate(self.layers):
             last = i == len(self.layers) - 1

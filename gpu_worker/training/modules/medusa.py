@@ -42,6 +42,10 @@ class MedusaHeads(nn.Module):
         self.config = config
         self.medusa = nn.ModuleList(MedusaStack(config) for _ in range(config.num_medusa_heads))
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What serving reads, under the canonical names."""
+        return dict(self.state_dict())
+
     def output_rows(self, step: int) -> torch.Tensor | None:
         """Head `step`'s own output rows [V, h]; None: the target's."""
         lm_head = self.medusa[step].lm_head

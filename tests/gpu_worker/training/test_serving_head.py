@@ -31,8 +31,9 @@ def test_training_and_serving_agree(
 ) -> None:
     objective, vocab = draft_objective(kind, frozen, full_norms=full_norms)
     config = objective.head.config
+    objective.head.set_feature_sizes(0.5 + torch.rand(config.feature_size))
     target = load_model(resolve_model(str(tiny_model_dir)), "float32", "cpu")
-    tensors = {**objective.head.state_dict(), "draft_ids": vocab.ids}
+    tensors = {**objective.head.tensors(), "draft_ids": vocab.ids}
     head = build_head(config, tensors, target)
     torch.manual_seed(5)
     ids = torch.randint(3, 100, (11,))
@@ -67,7 +68,7 @@ def test_offline_acceptance_is_that_of_drafting_one_chain_at_a_time(
     objective, vocab = draft_objective(HeadKind.EAGLE3, frozen, vocabulary=DRAFT_VOCABULARY)
     config = objective.head.config
     target = load_model(resolve_model(str(tiny_model_dir)), "float32", "cpu")
-    head = build_head(config, {**objective.head.state_dict(), "draft_ids": vocab.ids}, target)
+    head = build_head(config, {**objective.head.tensors(), "draft_ids": vocab.ids}, target)
     attention = ReferenceAttention()
     conversation = _greedy_conversation(target, [5, 9, 30, 44, 60], 40)
     evaluator = OfflineEvaluator(target, head, attention, depth=3)
@@ -96,7 +97,7 @@ def test_acceptance_counts_prefixes_and_walks_like_a_server(
 ) -> None:
     objective, vocab = draft_objective(HeadKind.MTP, frozen)
     target = load_model(resolve_model(str(tiny_model_dir)), "float32", "cpu")
-    head = build_head(objective.head.config, {**objective.head.state_dict(), "draft_ids": vocab.ids}, target)
+    head = build_head(objective.head.config, {**objective.head.tensors(), "draft_ids": vocab.ids}, target)
     conversation = Conversation((5, 6, 7, 10, 11, 12, 13, 14, 15), ((3, 9),), greedy=True)
     evaluator = OfflineEvaluator(target, head, ReferenceAttention(), depth=2)
     # starts 3 .. 7 (tokens 10 .. 14): both right, first right, none, second alone right, first right

@@ -90,7 +90,8 @@ def test_every_step_is_what_a_served_head_computes(
 ) -> None:
     objective, _ = draft_objective(kind, frozen, **choices)
     head, config = objective.head, objective.head.config
-    weights = {name: value.detach() for name, value in head.state_dict().items()}
+    head.set_feature_sizes(0.5 + torch.rand(config.feature_size))
+    weights = {name: value.detach() for name, value in head.tensors().items()}
     torch.manual_seed(3)
     ids = torch.randint(3, 100, (_LENGTH,))
     features = torch.randn(_LENGTH, config.feature_size)
