@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from scheduler_svc.config import ServerConfig
 from scheduler_svc.messages import Submit
+from tests.frontend.calls import collect, text_of
 from tests.frontend.conftest import request_of
 from tests.frontend.fake_scheduler import FakeScheduler, make_model, says
 
@@ -48,7 +49,9 @@ async def test_torch_stays_out(tokenizer_dir: Path, tokenizer: Tokenizer) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_life_of_a_frontend(tokenizer_dir: Path, runtime_dir: Path, number: signal.Signals) -> None:
+async def test_life_of_a_frontend(
+    tokenizer_dir: Path, tokenizer: Tokenizer, runtime_dir: Path, number: signal.Signals
+) -> None:
     scheduler = FakeScheduler(runtime_dir, make_model(tokenizer_dir))
     await scheduler.start()
     config = ServerConfig(listen="127.0.0.1:0", drain_grace_seconds=0.2)
@@ -61,7 +64,8 @@ async def test_life_of_a_frontend(tokenizer_dir: Path, runtime_dir: Path, number
     async with grpc.aio.insecure_channel(report["listen"]) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         scheduler.script = says([80, 81])
-        assert len([response async for response in stub.Generate(request_of(request_id="one"))]) == 4
+        samples = await collect(stub.Generate(request_of(request_id="one")))
+        assert text_of(samples[0]) == tokenizer.decode([80, 81])
         scheduler.script = silent_script
         hanging = stub.Generate(request_of(request_id="two"))
         await scheduler.wait_for(Submit, 2)
