@@ -117,7 +117,9 @@ def build_drafters(
             )
         else:
             limit = weights.heads[method].config.max_position_embeddings
-            drafters[method] = _head_drafter(method, config, weights.heads[method], sampler, table, num_pages)
+            drafters[method] = _head_drafter(
+                method, config, weights.heads[method], target.num_layers, sampler, table, num_pages
+            )
         # Medusa reads hidden states too, but has no KV that a cached page could lack.
         needs_hidden = drafters[method].hidden_layers is not None and method is not SpeculationMethod.MEDUSA
         path = weights.paths.get(method, "")
