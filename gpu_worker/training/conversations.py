@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from gpu_worker.errors import ModelError
 
@@ -17,6 +19,11 @@ class Conversation(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     answers: tuple[tuple[int, int], ...]
     greedy: bool  # how the answers were drawn
+
+    @property
+    def token_array(self) -> npt.NDArray[np.int32]:
+        """[T], as feature shards hold them."""
+        return np.array(self.token_ids, dtype=np.int32)
 
     @property
     def num_answer_tokens(self) -> int:

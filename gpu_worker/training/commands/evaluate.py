@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +30,8 @@ from gpu_worker.weights.head_checkpoint import load_head
 from gpu_worker.weights.resolve import resolve_model
 from shared_mem.enums import SpeculationMethod
 
+_CONTEXT = 1024
+
 
 def evaluate(
     head: Annotated[Path, typer.Argument(help="Directory of the head.")],
@@ -41,6 +42,7 @@ def evaluate(
     tokens: Annotated[int, typer.Option(min=1, help="Draft tokens of a chain.")] = 4,
     nodes: Annotated[int, typer.Option(min=0, help="Nodes of a tree, measured too; 0: chains only.")] = 15,
     depth: Annotated[int, typer.Option(min=1, help="Levels of the tree.")] = 5,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Of a served answer, at most.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="Of the served answers.")] = 0.0,
     served: Annotated[bool, typer.Option(help="Also generate the answers anew with drafting on.")] = True,
     threads: Threads = 0,
@@ -48,7 +50,7 @@ def evaluate(
     """Acceptance on conversations that were held out of training; also written to evaluation.json beside the head."""
     head = head.expanduser()
     chosen = held_out_greedy(conversations.expanduser(), count)
-    offline, kind = _offline(head, model, dtype, chosen, tokens, threads)
+    offline, kind, context = _offline(head, model, dtype, chosen, tokens, threads)
     method = SpeculationMethod.from_label(kind.value)
     results: dict[str, OfflineAcceptance | ServedAcceptance] = {"offline chain": offline}
     if served:
@@ -63,9 +65,12 @@ def evaluate(
                 str(head),
                 num_draft_tokens=amount,
                 tree_depth=levels,
+                max_context_tokens=context,
                 num_threads=threads,
             )
-            results[f"served {name} of {amount}"] = evaluator.measure(prompts, temperature=temperature)
+            results[f"served {name} of {amount}"] = evaluator.measure(
+                prompts, temperature=temperature, max_tokens=answer_tokens
+            )
     _print(results)
     facts = {
         "conversations": len(chosen),
@@ -83,7 +88,7 @@ def held_out_greedy(directory: Path, count: int) -> list[Conversation]:
         for conversation in read_shard(path):
             if len(chosen) == count:
                 return chosen
-            held = is_held_out(np.array(conversation.token_ids, dtype=np.int32))
+            held = is_held_out(conversation.token_array)
             if conversation.greedy and conversation.answers and held:
                 chosen.append(conversation)
     if not chosen:
@@ -93,7 +98,8 @@ def held_out_greedy(directory: Path, count: int) -> list[Conversation]:
 
 def _offline(
     path: Path, model: str, dtype: str, chosen: list[Conversation], depth: int, threads: int
-) -> tuple[OfflineAcceptance, HeadKind]:
+) -> tuple[OfflineAcceptance, HeadKind, int]:
+    """The measurement, the head's kind, and tokens of a context to serve with."""
     target, attention = serving_target(resolve_model(model), dtype, threads)
     checkpoint = load_head(str(path), target.config)
     kind = checkpoint.config.kind
@@ -101,12 +107,13 @@ def _offline(
     if kind is HeadKind.MEDUSA:
         depth = min(depth, checkpoint.config.num_medusa_heads)
     head = build(checkpoint.config, checkpoint.tensors, target)
-    return OfflineEvaluator(target, head, attention, depth).measure(chosen), kind
+    context = min(_CONTEXT, target.config.max_position_embeddings)
+    return OfflineEvaluator(target, head, attention, depth).measure(chosen), kind, context
 
 
 def _print(results: dict[str, OfflineAcceptance | ServedAcceptance]) -> None:
     positions = max(len(result.acceptance) for result in results.values())
-    table = Table("", "acceptance length", *(f"{i + 1}" for i in range(positions)), "tokens/s")
+    table = Table("", "length", *(f"{i + 1}" for i in range(positions)), "tokens/s")
     for name, result in results.items():
         shares = [f"{value:.3f}" for value in result.acceptance]
         speed = f"{result.tokens_per_second:.0f}" if isinstance(result, ServedAcceptance) else ""
