@@ -68,38 +68,6 @@ def test_a_head_is_evaluated_offline_and_served(
             ids.append(int(prompt_logits(target, ids)[-1].argmax()))
         conversations.append(Conversation(tuple(ids), ((3, len(ids)),), greedy=True))
     write_shard(shard_path(tmp_path, 0), conversations)
-    chosen = held_out_greedy(tmp_path, 100)
-    assert 0 < len(chosen) < 40
-    assert all(one.greedy for one in chosen)
-    write_shard(shard_path(tmp_path, 0), [one for one in conversations if one not in chosen])
-    with pytest.raises(TrainingError, match="no held-out greedy conversation"):
-        held_out_greedy(tmp_path, 100)
-
-
-@pytest.mark.parametrize("kind", [HeadKind.EAGLE3, HeadKind.MEDUSA])
-def test_a_head_is_evaluated_offline_and_served(
-    kind: HeadKind,
-    frozen: FrozenTarget,
-    tiny_model_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Both measure the same texts with the same implementation, so both see the same steps."""
-    objective, vocab = draft_objective(kind, frozen)
-    head = objective.head
-    export_head(tmp_path / "head", head, head.config, vocab.ids, "card")
-    target = load_model(resolve_model(str(tiny_model_dir)), "float32", "cpu")
-    conversations = []
-    for first in range(3, 80):
-        ids = [first, 5, 9]
-        while len(ids) < 40 and ids[-1] != 2:
-            ids.append(int(prompt_logits(target, ids)[-1].argmax()))
-        conversation = Conversation(tuple(ids), ((3, len(ids)),), greedy=True)
-        if is_held_out(conversation.token_array):
-            conversations.append(conversation)
-        if len(conversations) == 2:
-            break
-    write_shard(shard_path(tmp_path, 0), conversations)
     evaluate(
         tmp_path / "head",
         model=str(tiny_model_dir),
