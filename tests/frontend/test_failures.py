@@ -129,10 +129,15 @@ async def test_a_rejection_after_text_comes_after_it(service: Service, tokenizer
         await rejects(ErrorReason.WORKER_LOST, "rank 0 died")(scheduler, submit)
 
     service.scheduler.script = script
-    call = aiter(service.generation.Generate(request_of()))
-    assert "".join([(await anext(call)).delta.text for _ in range(5)]) == "some"
+    text: list[str] = []
+
+    async def read() -> None:
+        async for response in service.generation.Generate(request_of()):
+            text.append(response.delta.text)
+
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await anext(call)
+        await read()
+    assert "".join(text) == "some"
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
