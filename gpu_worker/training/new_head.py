@@ -31,6 +31,8 @@ class HeadChoices:
     recycles_normed: bool | None = None
 
 
+_NEW_NORM_SCALE = 0.4
+
 # arXiv 2503.01840 (EAGLE-3), 2401.15077 section 4.2 (EAGLE: hidden states first, a tenth of the cross-entropy, noise),
 # 2401.10774 section 2.2.1 (Medusa); the MTP module is trained for later steps too, since it drafts more than one.
 _OBJECTIVES: dict[str, Objective] = {
@@ -83,7 +85,11 @@ def head_config(choices: HeadChoices, target: FrozenTarget, feature_layers: tupl
 def new_head(
     config: HeadConfig, target: FrozenTarget, draft_ids: torch.Tensor, seed: int
 ) -> DecoderHead | MedusaHeads:
-    """Random weights, but output norm and own output rows start as the target's."""
+    """Random weights, but output norm and own output rows start as the target's.
+
+    An EAGLE-3 head's norm starts at 0.4 of it: with the target's own scale a head that knows nothing yet is as sure as
+    the target, and spends its first hundred steps on unlearning that (measured: README.md).
+    """
     torch.manual_seed(seed)
     head = MedusaHeads(config) if config.kind is HeadKind.MEDUSA else DecoderHead(config)
     with torch.no_grad():
@@ -91,7 +97,8 @@ def new_head(
             if name.endswith("lm_head.weight"):
                 parameter.copy_(target.lm_head[draft_ids])
         if isinstance(head, DecoderHead) and head.norm is not None:
-            head.norm.weight.copy_(target.final_norm)
+            scale = _NEW_NORM_SCALE if config.kind is HeadKind.EAGLE3 else 1.0
+            head.norm.weight.copy_(target.final_norm * scale)
     return head
 
 
