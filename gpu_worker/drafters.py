@@ -15,6 +15,7 @@ from gpu_worker.drafting.hidden_state import HiddenStateDrafter
 from gpu_worker.drafting.medusa import MedusaDrafter
 from gpu_worker.drafting.ngram import NgramDrafter
 from gpu_worker.drafting.portfolio import PortfolioDrafter
+from gpu_worker.drafting.suffix_store import SuffixStore
 from gpu_worker.drafting.tree_growth import TreeShape
 from gpu_worker.errors import ModelError
 from gpu_worker.kernels.native import ThreadTeam
@@ -104,7 +105,7 @@ def build_drafters(
         if method is SpeculationMethod.PORTFOLIO:
             continue  # made of the others
         if method is SpeculationMethod.NGRAM:
-            drafters[method] = NgramDrafter(table)
+            drafters[method] = _ngram_drafter(config, table)
         elif method is SpeculationMethod.DRAFT_MODEL:
             assert weights.model is not None, "loaded with the others"
             limit = weights.model.config.max_position_embeddings
@@ -128,6 +129,12 @@ def build_drafters(
         drafters[SpeculationMethod.PORTFOLIO] = PortfolioDrafter(dict(drafters), table)
         facts.append(DrafterFacts(int(SpeculationMethod.PORTFOLIO), "", config.num_draft_tokens, 0))
     return drafters, tuple(facts)
+
+
+def _ngram_drafter(config: WorkerConfig, table: RequestTable) -> NgramDrafter:
+    if not config.suffix_store:
+        return NgramDrafter(table)
+    return NgramDrafter(table, store=SuffixStore(), salt_of=lambda admission: admission.salt_id)
 
 
 def _draft_model_drafter(

@@ -42,6 +42,9 @@ class ServerConfig:
     # Weights of drafting heads. A loaded method without an entry takes the head that ships for the embedded model.
     heads: tuple[tuple[SpeculationMethod, str], ...] = ()
     draft_shape: str = "chain"  # chain | tree: shape of the drafts of heads
+    suffix_store: bool = (
+        False  # n-gram lookup also searches recent outputs of other requests of the same salt
+    )
     max_draft_depth: int = 4  # draft tokens from the root of a head's draft to its deepest node, at most
     page_size: int = 16
     num_pages: int = 0  # 0: from the memory that is free

@@ -94,6 +94,13 @@ def _command(
     max_draft_depth: Annotated[
         int | None, typer.Option(help="Depth of a head's draft, in tokens, at most.")
     ] = None,
+    suffix_store: Annotated[
+        bool | None,
+        typer.Option(
+            "--suffix-store/--no-suffix-store",
+            help="n-gram lookup also searches recent outputs of other requests of the same cache salt.",
+        ),
+    ] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens per KV page.")] = None,
     num_pages: Annotated[int | None, typer.Option(help="KV pages; 0 takes the memory that is free.")] = None,
     max_running_requests: Annotated[int | None, typer.Option(help="Sequences in one batch, at most.")] = None,

@@ -72,6 +72,7 @@ class Admission:
     # KV is kept complete for every token, whatever method a row uses. Where the mask holds drafters that read hidden
     # states, the cached tokens hold the KV of all of them.
     methods: int = 0
+    salt_id: int = 0  # sequences of different salts must not learn of each other; 0: of no salt
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ _ADMISSION_FIELDS = (
     ("threshold", "f"),
     ("acceptance_rule", "I"),
     ("methods", "I"),
-    ("pad", "I"),
+    ("salt_id", "I"),
 )
 _ADMISSION = struct.Struct("<" + "".join(code for _, code in _ADMISSION_FIELDS))
 _PAGE_UPDATE = struct.Struct("<iiii")  # slot, first_index, num_pages, pad
@@ -88,7 +88,7 @@ def encode_plan(plan: StepPlan) -> bytes:
             s.threshold,
             s.acceptance_rule,
             admission.methods,
-            0,
+            admission.salt_id,
         )
         parts.append(_ADMISSION.pack(*record))
         ints.append(np.asarray(admission.token_ids, dtype=np.int32))
@@ -162,6 +162,7 @@ def decode_plan(data: bytes | memoryview) -> StepPlan:
                     threshold=record["threshold"],
                 ),
                 methods=record["methods"],
+                salt_id=record["salt_id"],
             )
         )
     plan = StepPlan(

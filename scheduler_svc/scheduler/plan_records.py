@@ -53,6 +53,7 @@ def _admission(row: PlannedRow) -> Admission:
         num_draft_cached_tokens=sequence.num_draft_computed,
         sampling=_without_delivered_prompt_logprobs(sequence),
         methods=sequence.methods,
+        salt_id=sequence.request.salt_id,
     )
 
 

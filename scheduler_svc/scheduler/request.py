@@ -35,6 +35,7 @@ class Request:
     submit: Submit
     frontend: bytes  # whom the events go to
     serial: int  # order of arrival in this process; settles equal arrival times
+    salt_id: int  # number of its cache salt
     end_rules: EndRules
     sequences: list[Sequence] = field(default_factory=list)
 
@@ -155,13 +156,14 @@ class Sequence:
         return self.page_keys[index]
 
 
-def new_request(submit: Submit, frontend: bytes, serial: int, limits: Limits) -> Request:
+def new_request(submit: Submit, frontend: bytes, serial: int, salt_id: int, limits: Limits) -> Request:
     """The request of a Submit that was accepted, with one waiting sequence per sample."""
     stopping = submit.stopping
     request = Request(
         submit=submit,
         frontend=frontend,
         serial=serial,
+        salt_id=salt_id,
         end_rules=EndRules(
             eos_token_ids=frozenset() if stopping.ignore_eos else limits.eos_token_ids,
             stop_token_ids=frozenset(stopping.stop_token_ids),

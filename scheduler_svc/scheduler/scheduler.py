@@ -36,6 +36,7 @@ from scheduler_svc.scheduler.limits import Limits
 from scheduler_svc.scheduler.page_allocator import PageAllocator
 from scheduler_svc.scheduler.plan_records import step_plan
 from scheduler_svc.scheduler.request import Request, Sequence, SequenceState, new_request
+from scheduler_svc.scheduler.salt_ids import SaltIds
 from scheduler_svc.scheduler.slots import SlotTable
 from scheduler_svc.scheduler.speculation_policy import FixedSpeculation, SpeculationPolicy
 from scheduler_svc.scheduler.speculation_settings import changed, check_loaded, initial_settings
@@ -78,6 +79,7 @@ class Scheduler:
         )
         self._slots = SlotTable(limits.max_running_requests)
         self._queue = WaitingQueue()
+        self._salts = SaltIds()
         self._planner = BatchPlanner(
             limits,
             self._allocator,
@@ -101,7 +103,8 @@ class Scheduler:
         if refusal is not None:
             return [Outbound(frontend, refusal)]
         self._num_submitted += 1
-        request = new_request(submit, frontend, self._num_submitted, self.limits)
+        salt_id = self._salts.id_of(submit.cache_salt)
+        request = new_request(submit, frontend, self._num_submitted, salt_id, self.limits)
         self._requests[submit.request_id] = request
         for sequence in request.sequences:
             self._queue.push(sequence)

@@ -46,8 +46,8 @@ def test_every_field_is_a_flag() -> None:
         "admin_listen": "unix:/run/x/admin", "draft_shape": "tree", "max_draft_depth": 6,
         "stream_interval_ms": 5.0,
     }  # fmt: skip
-    assert {*flags, "prefix_cache", "heads"} == set(ServerConfig.__dataclass_fields__)
-    arguments = ["--no-prefix-cache", "--head", "mtp=/heads/mtp", "--head", "eagle3=a=b"]
+    assert {*flags, "prefix_cache", "suffix_store", "heads"} == set(ServerConfig.__dataclass_fields__)
+    arguments = ["--no-prefix-cache", "--suffix-store", "--head", "mtp=/heads/mtp", "--head", "eagle3=a=b"]
     for name, value in flags.items():
         arguments += [f"--{name.replace('_', '-')}", str(value)]
     launch = parse(arguments)
@@ -55,7 +55,7 @@ def test_every_field_is_a_flag() -> None:
     eagle3, mtp = SpeculationMethod.EAGLE3, SpeculationMethod.MTP
     methods = (SpeculationMethod.DRAFT_MODEL, SpeculationMethod.NGRAM, mtp, eagle3)
     heads = ((mtp, "/heads/mtp"), (eagle3, "a=b"))
-    changes = {"speculation": methods, "prefix_cache": False, "heads": heads}
+    changes = {"speculation": methods, "prefix_cache": False, "suffix_store": True, "heads": heads}
     assert launch.config == ServerConfig(**{**flags, **changes})
 
 
