@@ -87,7 +87,7 @@ def new_head(
 ) -> DecoderHead | MedusaHeads:
     """Random weights, but output norm and own output rows start as the target's.
 
-    An EAGLE-3 head's norm starts at 0.4 of it: with the target's own scale a head that knows nothing yet is as sure as
+    The norm starts at 0.4 of it: with the target's own scale a head that knows nothing yet is as sure as
     the target, and spends its first hundred steps on unlearning that (measured: README.md).
     """
     torch.manual_seed(seed)
@@ -97,8 +97,7 @@ def new_head(
             if name.endswith("lm_head.weight"):
                 parameter.copy_(target.lm_head[draft_ids])
         if isinstance(head, DecoderHead) and head.norm is not None:
-            scale = _NEW_NORM_SCALE if config.kind is HeadKind.EAGLE3 else 1.0
-            head.norm.weight.copy_(target.final_norm * scale)
+            head.norm.weight.copy_(target.final_norm * _NEW_NORM_SCALE)
     return head
 
 
