@@ -66,3 +66,18 @@ def test_preempted_sequences_store_what_they_wrote(tiny: CausalLM, prompts: list
     assert len(drafter._outputs) <= 1  # type: ignore[attr-defined]  # the last release comes with the next plan
     finished = (2 * len(prompts) - 1) * (24 + 1)  # every output with the break behind it
     assert drafter._store.num_tokens >= min(finished, 500)  # type: ignore[attr-defined]
+
+
+def test_the_salts_of_requests_decide_who_sees_what(tiny: CausalLM, prompts: list[list[int]]) -> None:
+    """From the request through the plan to the store."""
+    made = engine(tiny, lambda admission: admission.salt_id)
+
+    def accepted(salt: str) -> int:
+        requests = [made.submit(prompt, max_tokens=24, cache_salt=salt) for prompt in prompts]
+        outputs = made.run()
+        return sum(outputs[request, 0].num_accepted_tokens for request in requests)
+
+    first = accepted("a")
+    assert accepted("b") == first
+    assert accepted("") == first
+    assert accepted("a") > first + 5 * len(prompts)
