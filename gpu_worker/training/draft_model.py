@@ -48,6 +48,7 @@ def export_draft_model(
     directory.mkdir(parents=True, exist_ok=True)
     unfinished = directory / "model.safetensors.partial"
     save_file(tensors, unfinished, metadata={"format": "pt"})
+    unfinished.chmod(0o644)  # safetensors creates its files for their owner alone; a head is to be shared
     os.replace(unfinished, directory / "model.safetensors")
     config = _hub_config(target.config, len(module.layers))
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

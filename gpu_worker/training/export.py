@@ -41,6 +41,7 @@ def export_head(
     weights = directory / "model.safetensors"
     unfinished = weights.with_suffix(".partial")
     save_file(tensors, unfinished, metadata={"format": "pt"})
+    unfinished.chmod(0o644)  # safetensors creates its files for their owner alone; a head is to be shared
     os.replace(unfinished, weights)
     text = json.dumps({SECTION: config.to_json()}, indent=2)
     for name, content in (("config.json", text + "\n"), ("README.md", card)):
