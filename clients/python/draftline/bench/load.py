@@ -87,3 +87,5 @@ def _take_totals(record: RequestRecord, end: Finished) -> None:
         record.num_drafts = end.speculation.num_drafts
         record.num_draft_tokens = end.speculation.num_draft_tokens
         record.num_accepted_tokens = end.speculation.num_accepted_tokens
+        record.num_draft_tokens_per_pos = end.speculation.num_draft_tokens_per_pos
+        record.num_accepted_tokens_per_pos = end.speculation.num_accepted_tokens_per_pos

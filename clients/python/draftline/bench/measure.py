@@ -30,6 +30,8 @@ class RequestRecord:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_draft_tokens_per_pos: tuple[int, ...] = ()  # entry i: steps that proposed a token at draft position i
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()  # and those that kept it
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -67,6 +69,8 @@ class RequestRecord:
             "num_drafts": self.num_drafts,
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
+            "num_draft_tokens_per_pos": list(self.num_draft_tokens_per_pos),
+            "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
             "error": self.error,
             "error_message": self.error_message,
         }
