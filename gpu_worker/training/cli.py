@@ -29,8 +29,9 @@ def main() -> None:
     try:
         app()
     except WorkerError as error:
-        print(f"draftline-train: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(f"error: {error}")
+    except OSError as error:  # a directory that cannot be made or written
+        sys.exit(f"error: {error.filename}: {error.strerror}")
 
 
 if __name__ == "__main__":

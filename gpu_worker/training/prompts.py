@@ -29,7 +29,9 @@ def read_prompts(path: Path) -> list[tuple[str, ...]]:
                     raise TrainingError(f"{path}:{number}: no user's turn in messages, conversations or text")
                 prompts[turns] = None
     except OSError as error:
-        raise TrainingError(f"{path}: {error}") from error
+        raise TrainingError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise TrainingError(f"{path}: not UTF-8: {error}") from error
     if not prompts:
         raise TrainingError(f"{path}: holds no prompts")
     return list(prompts)

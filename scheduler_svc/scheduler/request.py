@@ -156,7 +156,7 @@ class Sequence:
         return self.page_keys[index]
 
 
-def new_request(submit: Submit, frontend: bytes, serial: int, salt_id: int, limits: Limits) -> Request:
+def new_request(submit: Submit, frontend: bytes, serial: int, limits: Limits, salt_id: int = 0) -> Request:
     """The request of a Submit that was accepted, with one waiting sequence per sample."""
     stopping = submit.stopping
     request = Request(

@@ -104,7 +104,7 @@ class Scheduler:
             return [Outbound(frontend, refusal)]
         self._num_submitted += 1
         salt_id = self._salts.id_of(submit.cache_salt)
-        request = new_request(submit, frontend, self._num_submitted, salt_id, self.limits)
+        request = new_request(submit, frontend, self._num_submitted, self.limits, salt_id)
         self._requests[submit.request_id] = request
         for sequence in request.sequences:
             self._queue.push(sequence)

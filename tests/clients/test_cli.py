@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -344,6 +345,8 @@ def in_terminal(service: FakeService, arguments: list[str], react) -> tuple[str,
     deadline = time.monotonic() + 60
     try:
         while time.monotonic() < deadline:
+            if not select.select([master], [], [], 1.0)[0]:
+                continue
             try:
                 chunk = os.read(master, 4096)
             except OSError:  # the other side is closed

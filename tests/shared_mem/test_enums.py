@@ -19,7 +19,13 @@ def test_labels_and_back() -> None:
         "portfolio",
     ]
     assert all(SpeculationMethod.from_label(method.label) is method for method in SpeculationMethod)
-    assert [rule.label for rule in AcceptanceRule] == ["rejection", "typical", "coupled", "block", "threshold"]
+    assert [rule.label for rule in AcceptanceRule] == [
+        "rejection",
+        "typical",
+        "coupled",
+        "block",
+        "threshold",
+    ]
 
 
 def test_unknown_label_names_the_choices() -> None:

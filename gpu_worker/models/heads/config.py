@@ -18,6 +18,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from gpu_worker.errors import ModelError
 from gpu_worker.layers.rotary import RopeConfig
 from gpu_worker.models.config import ModelConfig
@@ -119,23 +121,28 @@ class HeadConfig:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any], where: str) -> HeadConfig:
-        """Raises ModelError naming the field for an unknown or missing one."""
-        known = {known.name for known in dataclasses.fields(cls)}
-        unknown = sorted(set(fields) - known)
+        """Raises ModelError naming the field that is unknown, missing, of another type or out of range."""
+        unknown = sorted(set(fields) - {known.name for known in dataclasses.fields(cls)})
         if unknown:
             raise ModelError(f"{where}: unknown field {unknown[0]!r}")
         try:
-            values = dict(fields)
-            values["kind"] = HeadKind(values["kind"])
-            values["feature_layers"] = tuple(values.get("feature_layers", ()))
-            values["hit_rates"] = tuple(tuple(rates) for rates in values.get("hit_rates", ()))
-            if "rope" in values:
-                rope = dict(values["rope"])
-                rope["frequency_divisors"] = tuple(rope.get("frequency_divisors", ()))
-                values["rope"] = RopeConfig(**rope)
-            return cls(**values)
-        except (KeyError, TypeError, ValueError) as error:
+            config = msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
             raise ModelError(f"{where}: {error}") from error
+        config._check_sizes(where)
+        return config
+
+    def _check_sizes(self, where: str) -> None:
+        """Raises ModelError naming the first size that is not positive."""
+        sizes = ["hidden_size", "vocab_size", "draft_vocab_size", "rms_norm_eps"]
+        if self.kind is HeadKind.MEDUSA:
+            sizes += ["num_medusa_heads", "num_medusa_layers"]
+        else:
+            sizes += ["num_layers", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"]
+            sizes += ["max_position_embeddings"]
+        for name in sizes:
+            if (value := getattr(self, name)) <= 0:
+                raise ModelError(f"{where}: {name} is {value}, must be above 0")
 
 
 def decoder_head_config(

@@ -17,6 +17,7 @@ from gpu_worker.training.commands.options import (
     Threads,
     serving_target,
 )
+from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.extract import Extractor, ExtractProgress
 from gpu_worker.training.features import FeatureMeta
 from gpu_worker.weights.resolve import resolve_model
@@ -42,7 +43,7 @@ def extract(
     """Runs the serving target over the conversations; shards that are there already are left alone."""
     source = resolve_model(model)
     target, attention = serving_target(source, dtype, threads)
-    wanted = tuple(int(layer) for layer in layers.split(",") if layer.strip())
+    wanted = _layers(layers)
     config = decoder_head_config(HeadKind.EAGLE3, target.config, feature_layers=wanted or None)
     config.check_fits(target.config, "layers")
     meta = FeatureMeta(
@@ -68,3 +69,10 @@ def extract(
 
         tokens = extractor.write(Path(conversations).expanduser(), Path(features).expanduser(), report)
     print(f"{tokens} tokens extracted into {features}")
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(layer) for layer in text.split(",") if layer.strip())
+    except ValueError as error:
+        raise TrainingError(f"--layers: {text!r} is no list of layer numbers") from error

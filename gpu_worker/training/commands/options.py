@@ -26,7 +26,7 @@ Target = Annotated[
 ]
 Conversations = Annotated[Path, typer.Option(help="Directory of conversation shards.")]
 Features = Annotated[Path, typer.Option(help="Directory of feature shards.")]
-Threads = Annotated[int, typer.Option("--threads", help="CPU threads; 0: all.")]
+Threads = Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0: all.")]
 
 
 def serving_target(source: ModelSource, dtype: str, threads: int) -> tuple[CausalLM, CPUAttention]:
