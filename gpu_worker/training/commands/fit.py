@@ -127,9 +127,10 @@ def fit(
                 "draft vocabulary": len(data.draft_ids),
             }
             size = made.export(output, measures, told)
+            length = f"{measures.acceptance_length:.2f} over a chain of {len(measures.acceptance)}"
+            accepted = length if dataset.held_out else "not measured, as nothing is held out"
             print(
-                f"{output}: {size / 1e6:.1f} MB, acceptance length {measures.acceptance_length:.2f}"
-                f" over a chain of {len(measures.acceptance)}, {position.skipped} steps skipped"
+                f"{output}: {size / 1e6:.1f} MB, acceptance length {accepted}, {position.skipped} steps skipped"
             )
     finally:
         if distributed:

@@ -58,5 +58,5 @@ def test_a_wrong_field_is_named(changes: dict[str, Any], message: str) -> None:
 def test_a_missing_field_is_named() -> None:
     fields = written()
     del fields["hidden_size"]
-    with pytest.raises(ModelError, match="config.json: .*hidden_size"):
+    with pytest.raises(ModelError, match=r"config.json: .*hidden_size"):
         HeadConfig.from_json(fields, "config.json")
