@@ -339,10 +339,12 @@ def in_terminal(service: FakeService, arguments: list[str], react) -> tuple[str,
         stderr=slave,
         env=environment,
         start_new_session=True,
+        # A shell gives its background jobs a SIGINT that is ignored, and that is inherited; no terminal does.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     os.close(slave)
     text = ""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 20
     try:
         while time.monotonic() < deadline:
             if not select.select([master], [], [], 1.0)[0]:
@@ -355,6 +357,7 @@ def in_terminal(service: FakeService, arguments: list[str], react) -> tuple[str,
                 break
             text += chunk.decode()
             react(text, lambda answer: os.write(master, answer), process)
+        assert process.poll() is not None or time.monotonic() < deadline, text
         return text, process.wait(10)
     finally:
         os.close(master)
