@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from gpu_worker.models.base import OutputHead
+from gpu_worker.models.heads.base import target_ids
 from gpu_worker.sampling.sampler import Sampler
 
 
@@ -29,7 +30,7 @@ class ChoiceOfDrafts:
     ) -> tuple[list[int], torch.Tensor | None]:
         """The draft token behind each row of normed [M, h] and the law it was drawn from: see Sampler.propose."""
         if self.takes_best(slots):
-            return self.target_ids(self._output.argmax(normed)).tolist(), None
+            return target_ids(self._token_ids, self._output.argmax(normed)).tolist(), None
         return self._sampler.propose(self._logits(normed), slots, positions, drafted)
 
     def children(
@@ -44,13 +45,9 @@ class ChoiceOfDrafts:
         count = min(count, self._output.num_columns)
         if self.takes_best(slots):
             columns, logits, normaliser = self._output.topk(normed, count)
-            return self.target_ids(columns).tolist(), (logits - normaliser[:, None]).tolist()
+            return target_ids(self._token_ids, columns).tolist(), (logits - normaliser[:, None]).tolist()
         ids, values = self._sampler.propose_children(self._logits(normed), slots, positions, drafted, count)
         return ids.tolist(), values.tolist()
-
-    def target_ids(self, columns: torch.Tensor) -> torch.Tensor:
-        """The target's ids of output columns (int64 of any shape)."""
-        return columns if self._token_ids is None else self._token_ids[columns]
 
     def _logits(self, normed: torch.Tensor) -> torch.Tensor:
         """[M, V] float32 over the target's ids; what the head cannot draft is -inf."""

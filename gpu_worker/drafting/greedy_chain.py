@@ -20,7 +20,7 @@ def greedy_chains(
     state: HeadRows,
 ) -> list[list[int]]:
     """counts[d] >= 1 draft tokens for each slot; state [D, h]: the head's outputs at each last known token."""
-    first = target_ids(head, head.output.argmax(state.normed))  # [D]
+    first = target_ids(head.token_ids, head.output.argmax(state.normed))  # [D]
     steps = np.array(counts, dtype=np.int32) - 1
     if not steps.any():
         return [[token] for token in first.tolist()]

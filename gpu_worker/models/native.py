@@ -149,10 +149,6 @@ class NativeCausalLM:
         """See CausalLM.compute_argmax; no logits are written."""
         return self.lm_head.argmax(self.team, hidden.contiguous(), self.activation_group)
 
-    def compute_topk(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(ids [M, k], logits [M, k], log-sum-exp of all logits [M]); k is at most 64."""
-        return self.lm_head.topk(self.team, hidden.contiguous(), k, self.activation_group)
-
     def truncated(self, num_layers: int) -> NativeCausalLM:
         """See CausalLM.truncated."""
         if not 1 <= num_layers <= self.num_layers:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +25,6 @@ from gpu_worker.training.features import FeatureMeta, feature_path, law_rows, wr
 
 _PAGE_SIZE = 16
 _SPARE_BYTES = 1 << 30  # left free on the disk
-
-
-@runtime_checkable
-class _TopK(Protocol):
-    """A target that finds the likeliest ids without writing all logits."""
-
-    def compute_topk(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(ids [M, k], logits [M, k], log-sum-exp of all logits [M])."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -192,12 +182,7 @@ def prefill_batch(sequences: Sequence[Sequence[int]], page_size: int) -> Forward
 
 def top_law(target: CausalLM, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [M, h] -> ids [M, k], best first, and their probabilities at temperature 1 [M, k] float32."""
-    if isinstance(target, _TopK):
-        ids, logits, normalizer = target.compute_topk(hidden, k)
-    else:
-        every = target.compute_logits(hidden)
-        logits, ids = every.topk(k, dim=-1)
-        normalizer = every.logsumexp(dim=-1)
+    ids, logits, normalizer = target.output_head().topk(hidden, k)
     return ids, (logits - normalizer[:, None]).exp()
 
 

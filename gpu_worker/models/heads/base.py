@@ -79,6 +79,6 @@ def new_head_pool(head: DraftHead, num_pages: int, page_size: int) -> PagedPool:
     return head.new_pool(num_pages * page_size, 1)
 
 
-def target_ids(head: DraftHead, columns: torch.Tensor) -> torch.Tensor:
-    """The target's ids of output columns (int64 of any shape)."""
-    return columns if head.token_ids is None else head.token_ids[columns]
+def target_ids(token_ids: torch.Tensor | None, columns: torch.Tensor) -> torch.Tensor:
+    """The target's ids of output columns (int64 of any shape); token_ids as in DraftHead."""
+    return columns if token_ids is None else token_ids[columns]

@@ -17,6 +17,7 @@ from gpu_worker.layers.linear import AnyLinear, make_linear
 from gpu_worker.layers.output_head import TorchOutputHead
 from gpu_worker.models.base import CausalLM, OutputHead
 from gpu_worker.models.heads.config import HeadConfig
+from gpu_worker.models.heads.packing import pack_linear
 from gpu_worker.models.heads.tensors import DRAFT_IDS
 from gpu_worker.models.llama.model import LlamaForCausalLM
 from gpu_worker.models.native import FLOAT_FORMATS, NativeCausalLM, NativeOutputHead
@@ -112,12 +113,7 @@ class NativeMedusaHeads:
         return states
 
     def _packed(self, names: list[str], tensors: Mapping[str, torch.Tensor]) -> PackedLinear:
-        weight = torch.cat([tensors[f"{name}.weight"] for name in names])
-        linear = PackedLinear(self._kernels, self._format, *weight.shape)
-        linear.pack_floats(weight)
-        if f"{names[0]}.bias" in tensors:
-            linear.set_bias(torch.cat([tensors[f"{name}.bias"] for name in names]))
-        return linear
+        return pack_linear(self._kernels, self._format, tensors, names)
 
 
 def build_medusa(config: HeadConfig, tensors: Mapping[str, torch.Tensor], target: CausalLM) -> MedusaHeads:

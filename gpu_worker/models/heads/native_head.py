@@ -15,6 +15,7 @@ from gpu_worker.kernels.kv_pool import NativeKVPool
 from gpu_worker.kernels.linear import PackedLinear, WeightFormat
 from gpu_worker.models.heads.base import HeadRows
 from gpu_worker.models.heads.config import HeadConfig
+from gpu_worker.models.heads.packing import pack_linear
 from gpu_worker.models.heads.tensors import DRAFT_IDS
 from gpu_worker.models.native import FLOAT_FORMATS, NativeCausalLM, NativeOutputHead, rotary_tables
 
@@ -104,17 +105,7 @@ class _Packer:
 
     def linear(self, names: list[str]) -> PackedLinear:
         """One linear whose columns are the rows of `names` in order."""
-        weights = [self._tensors[f"{name}.weight"] for name in names]
-        linear = PackedLinear(
-            self._kernels, self._format, sum(len(weight) for weight in weights), weights[0].shape[1]
-        )
-        column = 0
-        for weight in weights:
-            linear.pack_floats(weight, column)
-            column += len(weight)
-        if f"{names[0]}.bias" in self._tensors:
-            linear.set_bias(torch.cat([self._tensors[f"{name}.bias"] for name in names]))
-        return linear
+        return pack_linear(self._kernels, self._format, self._tensors, names)
 
     def norm(self, name: str) -> torch.Tensor | None:
         """A norm's weight as float32; None where the head has none."""
