@@ -25,11 +25,8 @@ from gpu_worker.models.heads.build import build_head
 from gpu_worker.models.heads.medusa import MedusaHeads, build_medusa
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler
+from gpu_worker.weights.draft_checkpoint import DraftModel, load_draft_model
 from gpu_worker.weights.head_checkpoint import load_head
-from gpu_worker.weights.loader import load_model
-from gpu_worker.weights.resolve import resolve_model
-from gpu_worker.weights.token_map import check_same_token_map
-from gpu_worker.weights.tokenizer_export import export_tokenizer
 from shared_mem.control import DrafterFacts
 from shared_mem.enums import SpeculationMethod
 
@@ -40,7 +37,6 @@ HEAD_METHODS = (
     SpeculationMethod.MEDUSA,
 )
 
-_LAYERS_PREFIX = "layers:"
 _SHIPPED = Path(__file__).parent / "shipped_heads"  # by method label, for the embedded model
 
 
@@ -48,14 +44,16 @@ _SHIPPED = Path(__file__).parent / "shipped_heads"  # by method label, for the e
 class DraftWeights:
     """The models behind the drafting methods that have any."""
 
-    model: CausalLM | None = None
+    draft_model: DraftModel | None = None
     heads: dict[SpeculationMethod, DraftHead] = field(default_factory=dict)
     medusa: MedusaHeads | None = None
     paths: dict[SpeculationMethod, str] = field(default_factory=dict)  # where each came from
 
     def bytes_per_page(self, page_size: int) -> int:
         """Bytes that a KV page takes in all of their pools together."""
-        pools = [*self.heads.values()] if self.model is None else [self.model, *self.heads.values()]
+        pools: list[CausalLM | DraftHead] = [*self.heads.values()]
+        if self.draft_model is not None:
+            pools.append(self.draft_model.model)
         return sum(pool.bytes_per_page(page_size) for pool in pools)
 
 
@@ -71,14 +69,14 @@ def load_draft_weights(
     heads: dict[SpeculationMethod, DraftHead] = {}
     paths: dict[SpeculationMethod, str] = {}
     medusa: MedusaHeads | None = None
-    model: CausalLM | None = None
+    model: DraftModel | None = None
     given = dict(config.heads)
     for method in config.speculation:
         if method is SpeculationMethod.DRAFT_MODEL:
-            paths[method] = config.draft_model
-            model = _load_draft_model(config.draft_model, target, tokenizer_path, dtype, device, team)
+            path = paths[method] = config.draft_model or _shipped(method, config)
+            model = load_draft_model(path, target, tokenizer_path, dtype, device, team)
         elif method in HEAD_METHODS:
-            path = paths[method] = given.get(method) or _shipped_head(method, config)
+            path = paths[method] = given.get(method) or _shipped(method, config)
             checkpoint = load_head(path, target.config)
             if checkpoint.config.kind.value != method.label:
                 raise ModelError(f"{path}: holds a head of kind {checkpoint.config.kind}, not {method.label}")
@@ -107,9 +105,12 @@ def build_drafters(
         if method is SpeculationMethod.NGRAM:
             drafters[method] = _ngram_drafter(config, table)
         elif method is SpeculationMethod.DRAFT_MODEL:
-            assert weights.model is not None, "loaded with the others"
-            limit = weights.model.config.max_position_embeddings
-            drafters[method] = _draft_model_drafter(config, weights.model, sampler, table, num_pages)
+            assert weights.draft_model is not None, "loaded with the others"
+            limit = weights.draft_model.model.config.max_position_embeddings
+            vocab_size = target.config.vocab_size
+            drafters[method] = _draft_model_drafter(
+                config, weights.draft_model, vocab_size, sampler, table, num_pages
+            )
         elif method is SpeculationMethod.MEDUSA:
             assert weights.medusa is not None, "loaded with the others"
             tree = config.draft_shape == "tree"
@@ -138,12 +139,28 @@ def _ngram_drafter(config: WorkerConfig, table: RequestTable) -> NgramDrafter:
 
 
 def _draft_model_drafter(
-    config: WorkerConfig, model: CausalLM, sampler: Sampler, table: RequestTable, num_pages: int
+    config: WorkerConfig,
+    draft: DraftModel,
+    vocab_size: int,
+    sampler: Sampler,
+    table: RequestTable,
+    num_pages: int,
 ) -> DraftModelDrafter:
-    pool = model.new_pool(num_pages, config.page_size)
     return DraftModelDrafter(
-        model, pool, CPUAttention(table.device), sampler, table, config.max_batched_tokens
+        draft.model,
+        draft.model.new_pool(num_pages, config.page_size),
+        CPUAttention(table.device),
+        sampler,
+        table,
+        config.max_batched_tokens,
+        draft_ids=draft.draft_ids,
+        vocab_size=vocab_size,
+        shape=_tree_shape(config),
     )
+
+
+def _tree_shape(config: WorkerConfig) -> TreeShape | None:
+    return TreeShape(config.max_draft_depth) if config.draft_shape == "tree" else None
 
 
 def _head_drafter(
@@ -156,40 +173,18 @@ def _head_drafter(
     num_pages: int,
 ) -> HiddenStateDrafter:
     pool = new_head_pool(head, num_pages, config.page_size)
-    shape = TreeShape(config.max_draft_depth) if config.draft_shape == "tree" else None
     attention = CPUAttention(table.device)
     return HiddenStateDrafter(
-        method, head, pool, attention, sampler, table, num_pages, num_target_layers, shape
+        method, head, pool, attention, sampler, table, num_pages, num_target_layers, _tree_shape(config)
     )
 
 
-def _shipped_head(method: SpeculationMethod, config: WorkerConfig) -> str:
+def _shipped(method: SpeculationMethod, config: WorkerConfig) -> str:
     path = _SHIPPED / method.label
     if config.model == "" and path.is_dir():
         return str(path)
     what = "the embedded model" if config.model == "" else config.model
-    raise ModelError(f"heads: none is given for {method.label}, and none ships for {what}")
-
-
-def _load_draft_model(
-    spec: str,
-    target: CausalLM,
-    tokenizer_path: Path,
-    dtype: str,
-    device: torch.device,
-    team: ThreadTeam | None,
-) -> CausalLM:
-    """A model checked to speak the target's token ids; `layers:N` is the target cut to N layers."""
-    if spec.startswith(_LAYERS_PREFIX):
-        count = spec.removeprefix(_LAYERS_PREFIX)
-        if not count.isdigit() or not 1 <= int(count) <= target.num_layers:
-            raise ModelError(f"draft_model: {spec!r}: layers must be 1..{target.num_layers}")
-        return target.truncated(int(count))
-    draft_source = resolve_model(spec)
-    check_same_token_map(tokenizer_path, export_tokenizer(draft_source))
-    draft = load_model(draft_source, dtype, device, team)
-    if draft.config.vocab_size < target.config.vocab_size:
-        raise ModelError(
-            f"draft_model: {spec}: knows {draft.config.vocab_size} ids, the target {target.config.vocab_size}"
-        )
-    return draft
+    field, kind = (
+        ("draft_model", "") if method is SpeculationMethod.DRAFT_MODEL else ("heads", f"{method.label} ")
+    )
+    raise ModelError(f"{field}: no {kind}one is given, and none ships for {what}")

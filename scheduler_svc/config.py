@@ -37,7 +37,9 @@ class ServerConfig:
     )  # loaded methods; the first is the default
     num_draft_tokens: int = 4
     draft_model: str = (
-        ""  # directory, GGUF file, hub id, or "layers:N" for the target cut to its first N layers
+        # directory, GGUF file, hub id, or "layers:N" for the target cut to its first N layers; "": the one that ships
+        # for the embedded model
+        ""
     )
     # Weights of drafting heads. A loaded method without an entry takes the head that ships for the embedded model.
     heads: tuple[tuple[SpeculationMethod, str], ...] = ()
@@ -157,7 +159,7 @@ def check(config: ServerConfig) -> ServerConfig:
         value = getattr(config, field)
         if value not in allowed:
             raise StartupError(f"{field}: {value!r} is not one of {', '.join(allowed)}")
-    if SpeculationMethod.DRAFT_MODEL in config.speculation and not config.draft_model:
+    if SpeculationMethod.DRAFT_MODEL in config.speculation and not config.draft_model and config.model:
         raise StartupError("speculation draft-model: --draft-model names no model")
     for method, _ in config.heads:
         if method not in config.speculation:

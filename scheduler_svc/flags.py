@@ -78,7 +78,11 @@ def _command(
     ] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="Draft tokens per step, at most.")] = None,
     draft_model: Annotated[
-        str | None, typer.Option(help="Directory, GGUF file, hub id, or layers:N of the target.")
+        str | None,
+        typer.Option(
+            help="Directory, GGUF file, hub id, or layers:N of the target. Unset: the one that ships for the embedded "
+            "model."
+        ),
     ] = None,
     head: Annotated[
         list[str] | None,

@@ -1,8 +1,9 @@
-"""Draft-target speculation: a smaller causal LM of the same vocabulary proposes a chain.
+"""Draft-target speculation: a smaller causal LM of the same vocabulary proposes chains or trees.
 
-Source: Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). The draft's KV lives in the same pages
-as the target's, in tensors of its own. Its rows run one token ahead of the target's: after each step it consumes the
-token that the target drew last too, so that the first draft token of the next round is already known (`carried`).
+Source: Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318); trees as in tree_growth.py. The draft's
+KV lives in the same pages as the target's, in tensors of its own. Its rows run one token ahead of the target's: after
+each step it consumes the token that the target drew last too, and keeps what it computed there (`_hidden`), from which
+the next round's first drafts are chosen.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.batching import SequenceRows, build_forward_batch
 from gpu_worker.draft_tree import DraftTree, chain_tree
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
+from gpu_worker.drafting.choice import ChoiceOfDrafts
+from gpu_worker.drafting.tree_growth import TreeShape, grow_trees
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.base import CausalLM
+from gpu_worker.models.heads.base import HeadRows
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler
 from shared_mem.enums import SpeculationMethod
@@ -25,7 +29,7 @@ from shared_mem.records import Admission
 
 
 class DraftModelDrafter:
-    """Chains drawn from a second model; one high-water mark per slot says how far its KV is valid.
+    """Drafts from a second model; one high-water mark per slot says how far its KV is valid.
 
     Steps that did not run the draft (speculation off, another method, a prefix hit without draft KV) leave a hole
     behind the mark. The next prefill or catch_up fills it, in passes of at most max_rows rows; until then the
@@ -44,33 +48,44 @@ class DraftModelDrafter:
         sampler: Sampler,
         table: RequestTable,
         max_rows: int,
+        *,
+        draft_ids: torch.Tensor | None = None,
+        vocab_size: int = 0,
+        shape: TreeShape | None = None,
     ) -> None:
+        """draft_ids [V] int64: the only ids it drafts; None: all. vocab_size: the target's, 0: the draft's own.
+
+        `shape` None drafts chains.
+        """
         self._model = model
         self._pool = pool
         self._attention = attention
-        self._sampler = sampler
         self._table = table
         self._max_rows = max_rows
+        self._shape = shape
+        self._choice = ChoiceOfDrafts(
+            model.output_head(draft_ids), draft_ids, vocab_size or model.config.vocab_size, sampler
+        )
         self.max_context_tokens = model.config.max_position_embeddings
         num_slots = table.num_slots
         self._computed = np.zeros(num_slots, dtype=np.int64)  # leading tokens with valid draft KV
         self._fed: list[list[int]] = [
             [] for _ in range(num_slots)
         ]  # drafts of this round whose KV was written
-        # first draft token of the next round with its law (rejection rule only); None: not known
-        self._carried: list[tuple[int, torch.Tensor | None] | None] = [None] * num_slots
+        self._ready = np.zeros(num_slots, dtype=np.bool_)  # the mark has reached the last known token
+        self._hidden = torch.zeros(num_slots, model.config.hidden_size, device=model.device)  # at that token
 
     def admit(self, admission: Admission) -> None:
         """See Drafter.admit."""
         self._computed[admission.slot] = min(admission.num_draft_cached_tokens, self.max_context_tokens)
         self._fed[admission.slot] = []
-        self._carried[admission.slot] = None
+        self._ready[admission.slot] = False
 
     def release(self, slot: int) -> None:
         """See Drafter.release."""
         self._computed[slot] = 0
         self._fed[slot] = []
-        self._carried[slot] = None
+        self._ready[slot] = False
 
     def prefill(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
         """Computes the draft's KV of the prompt rows that the target has just computed."""
@@ -87,41 +102,56 @@ class DraftModelDrafter:
         return max(int(self._computed[progress.slot]), self._limit(progress.slot, progress.num_known))
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftTree:
-        """See Drafter.propose; g draft tokens cost g - 1 draft forward passes of one row each."""
+        """See Drafter.propose; a chain of g draft tokens costs g - 1 draft forward passes of one row each."""
+        wanted = [self._room(request) for request in requests]
+        slots = [request.slot for request in requests]
+        hidden = self._hidden[torch.tensor(slots, device=self._model.device)]
+        if self._shape is None:
+            return self._chains(slots, wanted, hidden)
+
+        def expand(rows: list[SequenceRows], _: torch.Tensor) -> HeadRows:
+            computed = self._forward(rows)
+            return HeadRows(computed, computed)
+
+        state = HeadRows(hidden, hidden)
+        return grow_trees(self._table, slots, wanted, self._shape, state, expand, self._choice)
+
+    def _room(self, request: DraftRequest) -> int:
+        """Draft tokens that this request can get; the last one needs no KV."""
+        slot = request.slot
+        n = int(self._table.num_tokens[slot])
+        if not self._ready[slot] or self._computed[slot] != n:
+            return 0
+        limit = min(self.max_context_tokens, self._table.capacity(slot))
+        return max(0, min(request.num_draft_tokens, limit - n + 1))
+
+    def _chains(self, slots: list[int], wanted: list[int], hidden: torch.Tensor) -> DraftTree:
         table = self._table
-        drafts: list[list[int]] = [[] for _ in requests]
-        laws: list[list[torch.Tensor]] = [[] for _ in requests]
-        wanted = []
-        for request in requests:
-            n = int(table.num_tokens[request.slot])
-            room = min(self.max_context_tokens, table.capacity(request.slot)) - n
-            ready = self._carried[request.slot] is not None and int(self._computed[request.slot]) == n
-            # the last draft token needs no KV, so g drafts need room for g - 1 more tokens
-            wanted.append(min(request.num_draft_tokens, room + 1) if ready else 0)
-        for i, request in enumerate(requests):
-            carried = self._carried[request.slot]
-            if wanted[i] > 0 and carried is not None:
-                drafts[i].append(carried[0])
-                if carried[1] is not None:
-                    laws[i].append(carried[1])
-        for k in range(1, max(wanted, default=0)):
-            active = [i for i, count in enumerate(wanted) if count > k]
-            slots = [requests[i].slot for i in active]
-            lengths = [int(table.num_tokens[slot]) for slot in slots]
-            hidden = self._step(slots, lengths, [drafts[i][k - 1] for i in active], k - 1)
-            positions = [n + k for n in lengths]
-            tokens, q = self._choose(hidden, slots, positions, [drafts[i] for i in active])
+        drafts: list[list[int]] = [[] for _ in slots]
+        laws: list[list[torch.Tensor]] = [[] for _ in slots]
+        active = [i for i, count in enumerate(wanted) if count > 0]
+        normed = hidden[torch.tensor(active, dtype=torch.int64, device=hidden.device)]
+        for k in range(max(wanted, default=0)):
+            if k:
+                active = [i for i in active if wanted[i] > k]
+                normed = self._step([slots[i] for i in active], [drafts[i][-1] for i in active], k - 1)
+            names = [slots[i] for i in active]
+            positions = [int(table.num_tokens[slot]) + k for slot in names]
+            tokens, q = self._choice.best(normed, names, positions, [drafts[i] for i in active])
             for j, i in enumerate(active):
                 drafts[i].append(tokens[j])
                 if q is not None:
                     laws[i].append(q[j])
-        for i, request in enumerate(requests):
-            self._fed[request.slot] = drafts[i][:-1]
-        roots = [int(table.known(request.slot)[-1]) for request in requests]
+        for i, slot in enumerate(slots):
+            self._fed[slot] = drafts[i][:-1]
+        roots = [int(table.known(slot)[-1]) for slot in slots]
         return chain_tree(roots, drafts, table.device).with_laws(laws)
 
     def _settle(self, progress: TargetProgress) -> None:
-        """Keeps the KV of the fed drafts that came; what came may be another method's, drafted in the same step."""
+        """Keeps the KV of the fed drafts that came; what came may be another method's, drafted in the same step.
+
+        A tree's drafts count as none: their KV does not lie in the slots of their tokens.
+        """
         slot = progress.slot
         n = int(self._computed[slot])
         came = self._table.known(slot)[n : n + len(self._fed[slot])].tolist()
@@ -130,7 +160,7 @@ class DraftModelDrafter:
             kept += 1
         self._computed[slot] += kept
         self._fed[slot] = []
-        self._carried[slot] = None
+        self._ready[slot] = False
 
     def _limit(self, slot: int, num_known: int) -> int:
         return min(num_known, self.max_context_tokens, self._table.capacity(slot))
@@ -151,37 +181,31 @@ class DraftModelDrafter:
             pending = [(slot, goal) for slot, goal in pending if self._computed[slot] < goal]
 
     def _run(self, rows: list[SequenceRows]) -> None:
-        """One draft pass; a slot that reaches its last known token gets the first draft of the next round."""
+        """One draft pass; a slot that reaches its last known token is ready for the next round."""
         batch = build_forward_batch(self._table, rows)
         hidden = self._model.forward(batch, self._pool, self._attention)  # [T, h]
-        ready = []
+        slots, ends = [], []
         for row, end in zip(rows, batch.attention.qo_indptr[1:].tolist(), strict=True):
             self._computed[row.slot] = row.first + row.num_known
-            self._carried[row.slot] = None
-            if self._computed[row.slot] == self._table.num_tokens[row.slot]:
-                ready.append((row.slot, end - 1))
-        if not ready:
-            return
-        hidden = hidden[torch.tensor([end for _, end in ready], device=hidden.device)]
-        slots = [slot for slot, _ in ready]
-        positions = [int(self._table.num_tokens[slot]) for slot in slots]
-        tokens, q = self._choose(hidden, slots, positions, [[] for _ in slots])
-        for j, slot in enumerate(slots):
-            self._carried[slot] = (tokens[j], None if q is None else q[j])
+            self._ready[row.slot] = self._computed[row.slot] == self._table.num_tokens[row.slot]
+            if self._ready[row.slot]:
+                slots.append(row.slot)
+                ends.append(end - 1)
+        if slots:
+            device = hidden.device
+            last = hidden.index_select(0, torch.tensor(ends, device=device))
+            self._hidden[torch.tensor(slots, device=device)] = last.to(self._hidden.dtype)
 
-    def _step(self, slots: list[int], lengths: list[int], tokens: list[int], offset: int) -> torch.Tensor:
-        """One draft row per slot: token at index length + offset. Returns hidden [M, h]."""
-        rows = [
-            SequenceRows(slot, n + offset, 0, (token,), (n + offset,))
-            for slot, n, token in zip(slots, lengths, tokens, strict=True)
-        ]
+    def _step(self, slots: list[int], tokens: list[int], offset: int) -> torch.Tensor:
+        """One draft row per slot: the token `offset` places behind the known ones. Returns hidden [M, h]."""
+        lengths = [int(self._table.num_tokens[slot]) for slot in slots]
+        return self._forward(
+            [
+                SequenceRows(slot, n + offset, 0, (token,), (n + offset,))
+                for slot, n, token in zip(slots, lengths, tokens, strict=True)
+            ]
+        )
+
+    def _forward(self, rows: list[SequenceRows]) -> torch.Tensor:
         batch = build_forward_batch(self._table, rows)
         return self._model.forward(batch, self._pool, self._attention)
-
-    def _choose(
-        self, hidden: torch.Tensor, slots: list[int], positions: list[int], drafted: list[list[int]]
-    ) -> tuple[list[int], torch.Tensor | None]:
-        """The draft token behind each row of hidden [M, h], and the law it was drawn from (Sampler.propose)."""
-        if self._sampler.proposes_best(slots):
-            return self._model.compute_argmax(hidden).tolist(), None
-        return self._sampler.propose(self._model.compute_logits(hidden), slots, positions, drafted)

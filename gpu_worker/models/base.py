@@ -93,6 +93,9 @@ class CausalLM(Protocol):
         ...
 
 
+EMBEDDING = "model.embed_tokens.weight"
+
+
 class TensorSource(Protocol):
     """A checkpoint's tensors under the hub's names, whatever the file format."""
 

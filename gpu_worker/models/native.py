@@ -18,7 +18,7 @@ from gpu_worker.kernels.linear import BlockKind, PackedLinear, WeightFormat
 from gpu_worker.kernels.native import NativeKernels, ThreadTeam
 from gpu_worker.layers.linear import Precision
 from gpu_worker.layers.rotary import RopeConfig, inverse_frequencies
-from gpu_worker.models.base import TensorSource
+from gpu_worker.models.base import EMBEDDING, TensorSource
 from gpu_worker.models.config import ModelConfig
 
 # What float tensors become, by precision. Quantised tensors of a GGUF stay as they are under "int8" where a kernel
@@ -184,10 +184,11 @@ def build_native(
     kernels: NativeKernels,
     team: ThreadTeam,
     *,
+    lender: NativeCausalLM | None = None,
     float_format: WeightFormat | None = None,
     keep_blocks: bool = True,
 ) -> NativeCausalLM:
-    """The model with its weights packed for the kernels.
+    """The model with its weights packed for the kernels; embedding and output head are those of `lender`, if any.
 
     precision is "int8" or "bfloat16". float_format overrides what float tensors become; without keep_blocks the
     quantised tensors of a GGUF are dequantised and packed like floats. Raises ModelError for a missing or misshapen
@@ -197,7 +198,7 @@ def build_native(
         raise ModelError(f"precision: {precision!r}: the CPU kernels compute in {', '.join(FLOAT_FORMATS)}")
     format = FLOAT_FORMATS[precision] if float_format is None else float_format
     keep_blocks = keep_blocks and precision == "int8"
-    return _Builder(config, tensors, precision, kernels, team, format, keep_blocks).build()
+    return _Builder(config, tensors, precision, kernels, team, lender, format, keep_blocks).build()
 
 
 class _Builder:
@@ -208,10 +209,12 @@ class _Builder:
         precision: Precision,
         kernels: NativeKernels,
         team: ThreadTeam,
+        lender: NativeCausalLM | None,
         format: WeightFormat,
         keep_blocks: bool,
     ) -> None:
         self._config = config
+        self._lender = lender
         self._tensors = tensors
         self._precision: Precision = precision
         self._kernels = kernels
@@ -249,6 +252,8 @@ class _Builder:
 
     def _embedding_and_head(self) -> tuple[torch.Tensor | PackedLinear, PackedLinear]:
         config = self._config
+        if self._lender is not None:
+            return self._lender.embedding, self._lender.lm_head
         name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         head = self._linear(
             [(name, config.num_embeddings)], config.hidden_size, False, rows=config.vocab_size
@@ -257,7 +262,7 @@ class _Builder:
         if config.tie_word_embeddings and (quantised or head.format is WeightFormat.BF16):
             return head, head  # one memory for both, and the head holds the table exactly
         shape = (config.num_embeddings, config.hidden_size)
-        table = self._tensors.read("model.embed_tokens.weight", shape)
+        table = self._tensors.read(EMBEDDING, shape)
         if head.format is WeightFormat.BF16:
             table = table.to(torch.bfloat16)
         return table.contiguous(), head

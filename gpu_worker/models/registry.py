@@ -11,7 +11,7 @@ from gpu_worker.models.base import CausalLM, TensorSource
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.llama import build_llama
 
-Builder = Callable[[ModelConfig, TensorSource, Precision, torch.device], CausalLM]
+Builder = Callable[[ModelConfig, TensorSource, Precision, torch.device, CausalLM | None], CausalLM]
 
 # ModelConfig accepts exactly these architectures (config.ARCHITECTURES); a test holds the two together.
 BUILDERS: dict[str, Builder] = {
@@ -23,7 +23,14 @@ BUILDERS: dict[str, Builder] = {
 
 
 def build_model(
-    config: ModelConfig, tensors: TensorSource, precision: Precision, device: torch.device
+    config: ModelConfig,
+    tensors: TensorSource,
+    precision: Precision,
+    device: torch.device,
+    lender: CausalLM | None = None,
 ) -> CausalLM:
-    """The model of `config.architecture` with weights from `tensors`. Raises ModelError for a bad tensor."""
-    return BUILDERS[config.architecture](config, tensors, precision, device)
+    """The model of `config.architecture` with weights from `tensors`, and embedding and output head of `lender`.
+
+    No lender: they are among the tensors. Raises ModelError for a bad tensor.
+    """
+    return BUILDERS[config.architecture](config, tensors, precision, device, lender)

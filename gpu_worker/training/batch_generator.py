@@ -75,6 +75,7 @@ class BatchGenerator:
         max_batched_tokens: int,
     ) -> None:
         """The runner's table and pools must be of these sizes. Raises ValueError if the pages do not fill the slots."""
+        self.num_slots = num_slots
         self._runner = runner
         self._page_size = page_size
         self._pages_per_slot = -(-(max_context_tokens + 1) // page_size)

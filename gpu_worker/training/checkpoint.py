@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.optimizers import Optimizers
 
 _FILE = "checkpoint.pt"
 
@@ -42,7 +43,7 @@ class RunData:
 def save_checkpoint(
     directory: Path,
     module: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     position: Position,
     facts: dict[str, Any],
     data: RunData,
@@ -72,7 +73,7 @@ def read_checkpoint(directory: Path) -> dict[str, Any] | None:
         raise TrainingError(f"{path}: cannot be read: {error}") from error
 
 
-def restore(state: dict[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
+def restore(state: dict[str, Any], module: nn.Module, optimizer: Optimizers) -> Position:
     """Puts a read state back; the position to go on from."""
     module.load_state_dict(state["module"])
     optimizer.load_state_dict(state["optimizer"])

@@ -1,10 +1,12 @@
-"""Starts a draft model from some of the target's layers, and writes it as a directory that `--draft-model` takes."""
+"""Starts a draft model from some of the target's layers, and writes it as `--draft-model` takes it.
+
+Its directory holds no embedding and no output rows: the service lends it the target's, which it was trained with.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from gpu_worker.models.config import ARCHITECTURES, ModelConfig
+from gpu_worker.models.heads.tensors import DRAFT_IDS
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.frozen_target import FrozenTarget
 from gpu_worker.training.modules.draft_model import DraftModel
-from gpu_worker.weights.resolve import ModelSource
-from gpu_worker.weights.tokenizer_export import export_tokenizer
-
-_TOKENIZER_FILES = "tokenizer*.json"
 
 
 def new_draft_model(target: FrozenTarget, num_layers: int) -> DraftModel:
@@ -37,14 +36,15 @@ def new_draft_model(target: FrozenTarget, num_layers: int) -> DraftModel:
 
 
 def export_draft_model(
-    directory: Path, module: DraftModel, target: FrozenTarget, source: ModelSource, card: str
+    directory: Path, module: DraftModel, target: FrozenTarget, draft_ids: torch.Tensor, card: str
 ) -> int:
-    """Writes a complete checkpoint in bfloat16 with the target's tokenizer; the size of the weights in bytes."""
-    tensors = {f"model.{name}": value for name, value in module.state_dict().items()}
-    tensors["model.embed_tokens.weight"] = target.embedding
-    if not target.config.tie_word_embeddings:
-        tensors["lm_head.weight"] = target.lm_head
-    tensors = {name: value.detach().to(torch.bfloat16).contiguous() for name, value in tensors.items()}
+    """Writes the layers and the final norm in bfloat16, and the ids to draft; the size of the weights in bytes."""
+    tensors = {
+        f"model.{name}": value.detach().to(torch.bfloat16).contiguous()
+        for name, value in module.state_dict().items()
+    }
+    if len(draft_ids) < target.config.vocab_size:
+        tensors[DRAFT_IDS] = draft_ids.long()
     directory.mkdir(parents=True, exist_ok=True)
     unfinished = directory / "model.safetensors.partial"
     save_file(tensors, unfinished, metadata={"format": "pt"})
@@ -53,8 +53,6 @@ def export_draft_model(
     config = _hub_config(target.config, len(module.layers))
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (directory / "README.md").write_text(card, encoding="utf-8")
-    for path in export_tokenizer(source).glob(_TOKENIZER_FILES):
-        shutil.copy(path, directory / path.name)
     return (directory / "model.safetensors").stat().st_size
 
 

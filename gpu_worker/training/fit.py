@@ -20,6 +20,7 @@ from gpu_worker.training.checkpoint import Position, RunData, read_checkpoint, r
 from gpu_worker.training.dataset import FeatureDataset, Item
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.objective import ROWS, BatchOutcome, DraftObjective
+from gpu_worker.training.optimizers import PEAK_RATES, OptimizerKind, Optimizers
 from gpu_worker.training.schedule import learning_rate
 from gpu_worker.training.training_log import Measures, TrainingLog
 
@@ -30,7 +31,8 @@ class FitSettings:
 
     steps: int
     rows_per_batch: int = 2048  # law rows of one step and process
-    peak_learning_rate: float = 1e-3
+    optimizer: OptimizerKind = "muon"
+    peak_learning_rate: float = 0.0  # 0: the optimizer's usual one
     warmup: int = 100
     weight_decay: float = 0.01
     max_gradient_norm: float = 0.5
@@ -72,7 +74,12 @@ class Trainer:
         self._vocabulary = DraftVocabulary.of(data.draft_ids, dataset.meta.vocab_size)
         self._settings = settings
         self._directory = directory
-        every = {**facts, "seed": settings.seed, "rows_per_batch": settings.rows_per_batch}
+        every = {
+            **facts,
+            "seed": settings.seed,
+            "rows_per_batch": settings.rows_per_batch,
+            "optimizer": settings.optimizer,
+        }
         self._facts = json.loads(json.dumps(every))  # plain values, as a checkpoint gives them back
         self._dtype = module.embedding.dtype
         parallel = dist.is_initialized()
@@ -84,15 +91,13 @@ class Trainer:
             self._wrapped = DistributedDataParallel(
                 module, broadcast_buffers=False, find_unused_parameters=unused
             )
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        # Norm weights and biases are not decayed: they have no scale to keep small.
-        groups = [
-            {"params": [p for p in self._parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
-            {"params": [p for p in self._parameters if p.dim() <= 1], "weight_decay": 0.0},
-        ]
-        self._optimizer = torch.optim.AdamW(
-            groups, lr=settings.peak_learning_rate, betas=(0.9, 0.95), fused=True
+        self._optimizer = Optimizers(
+            module,
+            settings.optimizer,
+            settings.peak_learning_rate or PEAK_RATES[settings.optimizer],
+            settings.weight_decay,
         )
+        self._parameters = self._optimizer.parameters
         self.position = Position()
 
     def run(self, report: Callable[[FitProgress], None] | None = None) -> Measures:
@@ -169,12 +174,9 @@ class Trainer:
         settings, position = self._settings, self.position
         torch.manual_seed((settings.seed * 1_000_003 + position.step) * 1009 + self._rank)
         batch = self._dataset.load(items, self._vocabulary, self._dtype)
-        rate = learning_rate(
-            position.step, peak=settings.peak_learning_rate, warmup=settings.warmup, total=settings.steps
-        )
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.zero_grad(set_to_none=True)
+        share = learning_rate(position.step, peak=1.0, warmup=settings.warmup, total=settings.steps)
+        self._optimizer.set_rate(share)
+        self._optimizer.zero_grad()
         outcome: BatchOutcome = self._wrapped(batch, self._module.objective.unroll)
         outcome.loss.backward()
         norm = nn.utils.clip_grad_norm_(self._parameters, settings.max_gradient_norm).item()
@@ -190,7 +192,7 @@ class Trainer:
             "epoch": self.position.epoch,
             "rows": self.position.rows,
             "loss": since.loss,
-            "learning_rate": self._optimizer.param_groups[0]["lr"],
+            "learning_rate": self._optimizer.rate,
             "gradient_norm": since.gradient_norm,
             "rows_per_second": since.rows_per_second,
             "skipped": self.position.skipped,
@@ -208,11 +210,24 @@ class Trainer:
         }
 
     def _check(self, theirs: dict[str, Any]) -> None:
-        for name, mine in self._facts.items():
-            if theirs.get(name) != mine:
+        mine, theirs = _flat(self._facts), _flat(theirs)
+        for name in sorted(mine.keys() | theirs.keys(), key=lambda name: (name != "head.kind", name)):
+            if theirs.get(name) != mine.get(name):
                 raise TrainingError(
-                    f"{self._directory}: its checkpoint was made with {name} {theirs.get(name)!r}, not {mine!r}"
+                    f"{self._directory}: its checkpoint was made with"
+                    f" {name} {theirs.get(name)!r}, not {mine.get(name)!r}"
                 )
+
+
+def _flat(facts: dict[str, Any]) -> dict[str, Any]:
+    """Fields of nested objects under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": field for inner, field in _flat(value).items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 class _Interval:

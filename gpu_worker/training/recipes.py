@@ -63,7 +63,7 @@ def recipe(
 
         def write_model(directory: Path, measures: Measures, told: dict[str, Any]) -> int:
             return export_draft_model(
-                directory, model, target, source, model_card("Draft model", kind, measures, told)
+                directory, model, target, draft_ids, model_card("Draft model", kind, measures, told)
             )
 
         return Recipe(model, target, facts, 5, write_model)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpu_worker.training.batch_generator import BatchGenerator, Generation, GenerationRequest
@@ -46,6 +47,7 @@ class SynthesisSettings:
 class _Draft:
     """A conversation that is being written."""
 
+    serial: int
     messages: list[Message]
     rng: random.Random
     greedy: bool
@@ -53,6 +55,19 @@ class _Draft:
     token_ids: list[int]
     answers: list[tuple[int, int]]
     given: list[str] | None = None  # users' turns still to come; None: the target writes them
+
+
+@dataclass
+class _Shard:
+    """A file of conversations that is being written."""
+
+    index: int
+    path: Path
+    count: int
+    serial: int = 0  # of the next conversation that is begun
+    drafts: dict[int, _Draft] = field(default_factory=dict)  # by id of the request in flight
+    seen: set[bytes] = field(default_factory=set)  # digests of its prompts
+    conversations: dict[int, Conversation] = field(default_factory=dict)  # by serial
 
 
 class Synthesizer:
@@ -76,93 +91,107 @@ class Synthesizer:
     def write(self, directory: Path, report: Callable[[int, int, float], None]) -> int:
         """Writes the shards that are missing in `directory`; returns the number of answer tokens written.
 
-        report(conversations there so far, answer tokens written so far, seconds) is called after each shard.
+        report(conversations there so far, answer tokens written so far, seconds) is called after each shard. The next
+        shard is begun while the last texts of one end, so that the batch stays full.
         """
         directory.mkdir(parents=True, exist_ok=True)
+        started, tokens = time.monotonic(), 0
+        waiting, conversations = self._missing(directory)
+        running: list[_Shard] = []
+        owners: dict[int, _Shard] = {}  # by id of the request in flight
+        while waiting or running:
+            while waiting and self._generator.num_pending < 2 * self._generator.num_slots:
+                shard = waiting.popleft()
+                running.append(shard)
+                self._begin(shard, owners)
+            for generation in self._generator.step():
+                shard = owners.pop(id(generation.request))
+                self._advance(shard, shard.drafts.pop(id(generation.request)), generation, owners)
+            for shard in [shard for shard in running if not shard.drafts]:
+                running.remove(shard)
+                written = [shard.conversations[serial] for serial in sorted(shard.conversations)]
+                write_shard(shard.path, written)
+                conversations += len(written)
+                tokens += sum(conversation.num_answer_tokens for conversation in written)
+                report(conversations, tokens, time.monotonic() - started)
+        return tokens
+
+    def _missing(self, directory: Path) -> tuple[deque[_Shard], int]:
+        """The shards to write, and how many conversations those that are there count for."""
         settings = self._settings
-        started, conversations, tokens = time.monotonic(), 0, 0
+        missing: deque[_Shard] = deque()
+        there = 0
         for index in range(-(-settings.num_conversations // settings.shard_size)):
             path = shard_path(directory, index)
             count = min(settings.shard_size, settings.num_conversations - index * settings.shard_size)
             if path.exists():
-                conversations += count
-                continue
-            shard = list(self._shard(index, count))
-            write_shard(path, shard)
-            conversations += len(shard)
-            tokens += sum(conversation.num_answer_tokens for conversation in shard)
-            report(conversations, tokens, time.monotonic() - started)
-        return tokens
+                there += count
+            else:
+                missing.append(_Shard(index, path, count))
+        return missing, there
 
-    def _shard(self, index: int, count: int) -> Iterator[Conversation]:
-        """`count` conversations; those that come to nothing (empty or repeated prompts) are begun anew.
-
-        Of given prompts there may be fewer: one that is too long for the context has no conversation.
-        """
-        if self._prompts is not None:
-            yield from self._answered(self._prompts[index * self._settings.shard_size :][:count], index)
+    def _begin(self, shard: _Shard, owners: dict[int, _Shard]) -> None:
+        """Submits the first turn of each of the shard's conversations."""
+        if self._prompts is None:
+            for _ in range(shard.count):
+                self._start(shard, owners)
             return
-        drafts: dict[int, _Draft] = {}  # by id of the request in flight
-        seen: set[bytes] = set()
-        serial = 0
-        missing = count
-        while missing or drafts:
-            while len(drafts) < missing and len(drafts) < 2 * self._settings.shard_size:
-                rng = random.Random(f"{self._settings.seed}/{index}/{serial}")
-                serial += 1
-                greedy = rng.random() < self._settings.greedy_share
-                goes_on = rng.random() < self._settings.second_turn_share
-                draft = _Draft([], rng, greedy, goes_on, [], [])
-                self._submit(drafts, draft, self._prompt_request(draft))
-            for generation in self._generator.step():
-                draft = drafts.pop(id(generation.request))
-                conversation = self._advance(drafts, draft, generation, seen)
-                if conversation is not None:
-                    missing -= 1
-                    yield conversation
+        first = shard.index * self._settings.shard_size
+        for turns in self._prompts[first : first + shard.count]:
+            draft = self._draft(shard)
+            draft.goes_on, draft.given = True, list(turns)
+            self._ask(shard, draft, owners)
 
-    def _answered(self, prompts: Sequence[Sequence[str]], index: int) -> Iterator[Conversation]:
-        drafts: dict[int, _Draft] = {}
-        for serial, turns in enumerate(prompts):
-            rng = random.Random(f"{self._settings.seed}/{index}/{serial}")
-            greedy = rng.random() < self._settings.greedy_share
-            self._ask(drafts, _Draft([], rng, greedy, True, [], [], given=list(turns)))
-        while drafts:
-            for generation in self._generator.step():
-                draft = drafts.pop(id(generation.request))
-                self._take_answer(draft, generation)
-                if not (generation.ended and draft.given and self._ask(drafts, draft)):
-                    yield self._finished(draft)
+    def _start(self, shard: _Shard, owners: dict[int, _Shard]) -> None:
+        draft = self._draft(shard)
+        self._submit(shard, draft, self._prompt_request(draft), owners)
 
-    def _ask(self, drafts: dict[int, _Draft], draft: _Draft) -> bool:
+    def _draft(self, shard: _Shard) -> _Draft:
+        rng = random.Random(f"{self._settings.seed}/{shard.index}/{shard.serial}")
+        shard.serial += 1
+        greedy = rng.random() < self._settings.greedy_share
+        return _Draft(shard.serial, [], rng, greedy, rng.random() < self._settings.second_turn_share, [], [])
+
+    def _ask(self, shard: _Shard, draft: _Draft, owners: dict[int, _Shard]) -> bool:
         """Submits the next given turn; False where the context has no room for it and an answer."""
         assert draft.given
         draft.messages.append(Message(role="user", content=draft.given.pop(0)))
         request = self._answer_request(draft)
         if len(request.token_ids) + request.max_tokens > self._settings.max_context_tokens:
             return False
-        self._submit(drafts, draft, request)
+        self._submit(shard, draft, request, owners)
         return True
 
     def _advance(
-        self, drafts: dict[int, _Draft], draft: _Draft, generation: Generation, seen: set[bytes]
-    ) -> Conversation | None:
-        """Goes on to the next turn, or gives the conversation that is whole."""
-        answering = bool(draft.messages) and draft.messages[-1]["role"] == "user"
-        if answering:
+        self, shard: _Shard, draft: _Draft, generation: Generation, owners: dict[int, _Shard]
+    ) -> None:
+        """Goes on to the next turn, or adds the conversation that is whole to its shard.
+
+        One that comes to nothing (an empty or repeated prompt) is begun anew. Of given prompts there may be fewer
+        conversations: one that is too long for the context has none.
+        """
+        if draft.given is not None:
+            self._take_answer(draft, generation)
+            if not (generation.ended and draft.given and self._ask(shard, draft, owners)):
+                self._finish(shard, draft)
+            return
+        if draft.messages and draft.messages[-1]["role"] == "user":
             self._take_answer(draft, generation)
             if generation.ended and draft.goes_on and len(draft.answers) == 1:
-                self._submit(drafts, draft, self._prompt_request(draft))
-                return None
-            return self._finished(draft)
+                self._submit(shard, draft, self._prompt_request(draft), owners)
+            else:
+                self._finish(shard, draft)
+            return
         text = self._chat.text(generation.token_ids).strip()
         digest = hashlib.blake2b(text.lower().encode(), digest_size=16).digest()
-        if not generation.ended or len(text) < _MIN_PROMPT_CHARS or digest in seen:
-            return self._finished(draft) if draft.answers else None
-        seen.add(digest)
-        draft.messages.append(Message(role="user", content=text))
-        self._submit(drafts, draft, self._answer_request(draft))
-        return None
+        if generation.ended and len(text) >= _MIN_PROMPT_CHARS and digest not in shard.seen:
+            shard.seen.add(digest)
+            draft.messages.append(Message(role="user", content=text))
+            self._submit(shard, draft, self._answer_request(draft), owners)
+        elif draft.answers:
+            self._finish(shard, draft)
+        else:
+            self._start(shard, owners)
 
     def _take_answer(self, draft: _Draft, generation: Generation) -> None:
         start = len(generation.request.token_ids)
@@ -173,8 +202,9 @@ class Synthesizer:
         content = self._chat.text(generation.token_ids)
         draft.messages.append(Message(role="assistant", content=content))
 
-    def _finished(self, draft: _Draft) -> Conversation:
-        return Conversation(tuple(draft.token_ids), tuple(draft.answers), draft.greedy)
+    def _finish(self, shard: _Shard, draft: _Draft) -> None:
+        conversation = Conversation(tuple(draft.token_ids), tuple(draft.answers), draft.greedy)
+        shard.conversations[draft.serial] = conversation
 
     def _prompt_request(self, draft: _Draft) -> GenerationRequest:
         return GenerationRequest(
@@ -198,6 +228,9 @@ class Synthesizer:
             seed=draft.rng.getrandbits(63),
         )
 
-    def _submit(self, drafts: dict[int, _Draft], draft: _Draft, request: GenerationRequest) -> None:
-        drafts[id(request)] = draft
+    def _submit(
+        self, shard: _Shard, draft: _Draft, request: GenerationRequest, owners: dict[int, _Shard]
+    ) -> None:
+        shard.drafts[id(request)] = draft
+        owners[id(request)] = shard
         self._generator.submit(request)

@@ -10,8 +10,9 @@ import torch
 from gpu_worker.errors import ModelError
 from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.layers.linear import ACTIVATION_DTYPES, Precision
-from gpu_worker.models.base import CausalLM
-from gpu_worker.models.native import NATIVE_PRECISIONS, build_native
+from gpu_worker.models.base import EMBEDDING, CausalLM
+from gpu_worker.models.config import ModelConfig
+from gpu_worker.models.native import NATIVE_PRECISIONS, NativeCausalLM, build_native
 from gpu_worker.models.registry import build_model
 from gpu_worker.weights.gguf_checkpoint import GGUFCheckpoint
 from gpu_worker.weights.resolve import ModelSource
@@ -41,12 +42,17 @@ def resolve_dtype(dtype: str, device: torch.device | str, native_kernels: bool =
 
 
 def load_model(
-    source: ModelSource, dtype: str, device: torch.device | str, team: ThreadTeam | None = None
+    source: ModelSource,
+    dtype: str,
+    device: torch.device | str,
+    team: ThreadTeam | None = None,
+    lender: CausalLM | None = None,
 ) -> CausalLM:
     """The model with its weights on `device`; its config.vocab_size counts only ids that its tokenizer knows.
 
     dtype is a name that resolve_dtype takes. With a `team` of kernel threads int8 and bfloat16 run on the CPU kernels,
-    without one (and for float32) in torch. Raises ModelError naming the file or tensor at fault.
+    without one (and for float32) in torch. A checkpoint without an embedding takes that and the output head of
+    `lender`, in the same memory. Raises ModelError naming the file or tensor at fault.
     """
     device = torch.device(device)
     precision = resolve_dtype(dtype, device, native_kernels=team is not None)
@@ -62,9 +68,25 @@ def load_model(
     config = checkpoint.config
     if known_tokens:
         config = dataclasses.replace(config, vocab_size=min(config.num_embeddings, known_tokens))
+    if checkpoint.has(EMBEDDING):
+        lender = None
+    elif lender is not None:
+        config = _borrowing(config, lender.config, source)
     if team is not None and device.type == "cpu" and precision in NATIVE_PRECISIONS:
-        return build_native(config, checkpoint, precision, team.kernels, team)
-    return build_model(config, checkpoint, precision, device)
+        assert lender is None or isinstance(lender, NativeCausalLM), "draft and target are built alike"
+        return build_native(config, checkpoint, precision, team.kernels, team, lender=lender)
+    return build_model(config, checkpoint, precision, device, lender)
+
+
+def _borrowing(config: ModelConfig, lender: ModelConfig, source: ModelSource) -> ModelConfig:
+    """The configuration with the lender's vocabulary. Raises ModelError naming the size that does not fit."""
+    for name in ("hidden_size", "num_embeddings"):
+        mine, theirs = getattr(config, name), getattr(lender, name)
+        if mine != theirs:
+            raise ModelError(
+                f"{source.path}: has no {EMBEDDING}, and {name} is {mine}: the target's, {theirs}, does not fit"
+            )
+    return dataclasses.replace(config, vocab_size=lender.vocab_size)
 
 
 def _cpu_has_bfloat16() -> bool:

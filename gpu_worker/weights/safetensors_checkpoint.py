@@ -56,6 +56,18 @@ class SafetensorsCheckpoint:
             raise ModelError(f"{path}: tensor {name} has type {tensor.dtype}, expected a floating-point type")
         return tensor
 
+    def read_ids(self, name: str) -> torch.Tensor | None:
+        """A vector of integers as int64, or None where the files have none. Raises ModelError for another shape."""
+        path = self._where.get(name)
+        if path is None:
+            return None
+        tensor: torch.Tensor = self._files[path].get_tensor(name)
+        if tensor.is_floating_point() or tensor.dim() != 1:
+            raise ModelError(
+                f"{path}: tensor {name} is {list(tensor.shape)} {tensor.dtype}, expected a list of ids"
+            )
+        return tensor.long()
+
 
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files that make up the model. Raises ModelError when one is missing."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gpu_worker.drafting.tree_growth import TreeShape
 from gpu_worker.models.base import CausalLM
 from gpu_worker.request_state import RequestTable
@@ -26,7 +28,9 @@ NAMES = (
     "portfolio",
 )
 HEAD_NAMES = tuple(
-    f"{kind}/{shape}" for kind in (*KINDS, "medusa", "portfolio") for shape in ("chain", "tree")
+    f"{kind}/{shape}"
+    for kind in (*KINDS, "medusa", "portfolio", "draft-model-of-some-ids")
+    for shape in ("chain", "tree")
 )
 
 METHOD_OF_HEAD = {
@@ -64,6 +68,9 @@ def make_engine(
         kind, shape = name.split("/")
         tree = TreeShape(max_depth=3, max_children=4) if shape == "tree" else None
         settings = {"num_draft_tokens": 9 if tree else 4} | settings
+        if kind == "draft-model-of-some-ids":
+            some = torch.arange(0, vocab_size, 2)
+            return InProcessEngine(target, draft=target.truncated(1), draft_ids=some, tree=tree, **settings)
         if kind == "medusa":
             return InProcessEngine(target, medusa=tiny_medusa(target), tree=tree, **settings)
         if kind == "portfolio":

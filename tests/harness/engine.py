@@ -72,6 +72,7 @@ class InProcessEngine:
         target: CausalLM,
         *,
         draft: CausalLM | None = None,
+        draft_ids: torch.Tensor | None = None,
         ngram: bool = False,
         heads: Mapping[SpeculationMethod, DraftHead] | None = None,
         medusa: MedusaHeads | None = None,
@@ -112,6 +113,8 @@ class InProcessEngine:
                 self.sampler,
                 self.table,
                 max_batched_tokens,
+                draft_ids=draft_ids,
+                shape=tree,
             )
         self.head_pools: dict[SpeculationMethod, PagedPool] = {}
         for method, head in (heads or {}).items():

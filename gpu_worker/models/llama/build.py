@@ -13,7 +13,7 @@ from gpu_worker.layers.linear import ACTIVATION_DTYPES, AnyLinear, Linear, Preci
 from gpu_worker.layers.mlp import GatedMLP
 from gpu_worker.layers.norm import RMSNorm
 from gpu_worker.layers.rotary import RotaryEmbedding
-from gpu_worker.models.base import TensorSource
+from gpu_worker.models.base import EMBEDDING, CausalLM, TensorSource
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.llama.model import DecoderLayer, LlamaForCausalLM
 
@@ -21,17 +21,30 @@ _MAX_BUILD_THREADS = 4  # dequantising releases the interpreter lock; more threa
 
 
 def build_llama(
-    config: ModelConfig, tensors: TensorSource, precision: Precision, device: torch.device
+    config: ModelConfig,
+    tensors: TensorSource,
+    precision: Precision,
+    device: torch.device,
+    lender: CausalLM | None = None,
 ) -> LlamaForCausalLM:
-    """Builds the model on `device`. Raises ModelError (from `tensors`) for a missing or misshapen tensor."""
-    return _LlamaBuilder(config, tensors, precision, device).build()
+    """Builds the model on `device`, with embedding and output head of `lender`, if there is one, in the same memory.
+
+    Raises ModelError (from `tensors`) for a missing or misshapen tensor.
+    """
+    return _LlamaBuilder(config, tensors, precision, device, lender).build()
 
 
 class _LlamaBuilder:
     def __init__(
-        self, config: ModelConfig, tensors: TensorSource, precision: Precision, device: torch.device
+        self,
+        config: ModelConfig,
+        tensors: TensorSource,
+        precision: Precision,
+        device: torch.device,
+        lender: CausalLM | None,
     ) -> None:
         self._config = config
+        self._lender = lender
         self._tensors = tensors
         self._precision = precision
         self._device = device
@@ -56,9 +69,12 @@ class _LlamaBuilder:
         )
 
     def _embedding_and_head(self) -> tuple[Embedding, AnyLinear]:
-        config = self._config
+        config, lender = self._config, self._lender
+        if lender is not None:
+            assert isinstance(lender, LlamaForCausalLM), "draft and target are built alike"
+            return lender.embedding, lender.lm_head
         shape = (config.num_embeddings, config.hidden_size)
-        table = self._tensors.read("model.embed_tokens.weight", shape).to(self._device, self._dtype)
+        table = self._tensors.read(EMBEDDING, shape).to(self._device, self._dtype)
         head = table if config.tie_word_embeddings else self._tensors.read("lm_head.weight", shape)
         head = head[: config.vocab_size]  # rows without a token are never computed, so never sampled
         if config.tie_word_embeddings and self._precision != "int8":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from gpu_worker.models.heads.base import DraftHead
 from gpu_worker.models.heads.build import build_head
-from gpu_worker.models.heads.config import HeadKind
-from gpu_worker.models.heads.medusa import build_medusa
+from gpu_worker.models.heads.config import SECTION, HeadKind
+from gpu_worker.models.heads.medusa import MedusaHeads, build_medusa
+from gpu_worker.models.native import NativeCausalLM
 from gpu_worker.training.commands.options import (
     DATA,
     Conversations,
@@ -25,16 +28,20 @@ from gpu_worker.training.conversations import Conversation, read_shard, shard_pa
 from gpu_worker.training.dataset import is_held_out
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.offline import OfflineAcceptance, OfflineEvaluator
+from gpu_worker.training.offline_model import DraftModelAsHead
 from gpu_worker.training.served import ServedAcceptance, ServedEvaluator
+from gpu_worker.weights.draft_checkpoint import load_draft_model
 from gpu_worker.weights.head_checkpoint import load_head
 from gpu_worker.weights.resolve import resolve_model
+from gpu_worker.weights.safetensors_checkpoint import read_json
+from gpu_worker.weights.tokenizer_export import export_tokenizer
 from shared_mem.enums import SpeculationMethod
 
 _CONTEXT = 1024
 
 
 def evaluate(
-    head: Annotated[Path, typer.Argument(help="Directory of the head.")],
+    head: Annotated[Path, typer.Argument(help="Directory of the head, or of a draft model.")],
     model: Target = "",
     conversations: Conversations = DATA / "conversations",
     dtype: Annotated[str, typer.Option(help="Precision to serve in.")] = "auto",
@@ -49,9 +56,10 @@ def evaluate(
 ) -> None:
     """Acceptance on conversations that were held out of training; also written to evaluation.json beside the head."""
     head = head.expanduser()
+    loaded = _load(head, model, dtype, tokens, threads)
     chosen = held_out_greedy(conversations.expanduser(), count)
-    offline, kind, context = _offline(head, model, dtype, chosen, tokens, threads)
-    method = SpeculationMethod.from_label(kind.value)
+    offline, method, context = loaded.evaluator.measure(chosen), loaded.method, loaded.context
+    del loaded
     results: dict[str, OfflineAcceptance | ServedAcceptance] = {"offline chain": offline}
     if served:
         prompts = [c.token_ids[: c.answers[0][0]] for c in chosen]
@@ -96,19 +104,39 @@ def held_out_greedy(directory: Path, count: int) -> list[Conversation]:
     return chosen
 
 
-def _offline(
-    path: Path, model: str, dtype: str, chosen: list[Conversation], depth: int, threads: int
-) -> tuple[OfflineAcceptance, HeadKind, int]:
-    """The measurement, the head's kind, and tokens of a context to serve with."""
-    target, attention = serving_target(resolve_model(model), dtype, threads)
-    checkpoint = load_head(str(path), target.config)
-    kind = checkpoint.config.kind
-    build = build_medusa if kind is HeadKind.MEDUSA else build_head
-    if kind is HeadKind.MEDUSA:
-        depth = min(depth, checkpoint.config.num_medusa_heads)
-    head = build(checkpoint.config, checkpoint.tensors, target)
+@dataclass(frozen=True)
+class _Loaded:
+    evaluator: OfflineEvaluator
+    method: SpeculationMethod
+    context: int  # tokens, to serve with
+
+
+def _load(path: Path, model: str, dtype: str, depth: int, threads: int) -> _Loaded:
+    """The target with the head or draft model at `path` beside it."""
+    source = resolve_model(model)
+    target, attention = serving_target(source, dtype, threads)
     context = min(_CONTEXT, target.config.max_position_embeddings)
-    return OfflineEvaluator(target, head, attention, depth).measure(chosen), kind, context
+    head: DraftHead | MedusaHeads
+    if _is_draft_model(path):
+        team = target.team if isinstance(target, NativeCausalLM) else None
+        draft = load_draft_model(str(path), target, export_tokenizer(source), dtype, target.device, team)
+        head, method = DraftModelAsHead(draft, target.config.vocab_size), SpeculationMethod.DRAFT_MODEL
+    else:
+        checkpoint = load_head(str(path), target.config)
+        config = checkpoint.config
+        method = SpeculationMethod.from_label(config.kind.value)
+        if config.kind is HeadKind.MEDUSA:
+            depth = min(depth, config.num_medusa_heads)
+            head = build_medusa(config, checkpoint.tensors, target)
+        else:
+            head = build_head(config, checkpoint.tensors, target)
+    return _Loaded(OfflineEvaluator(target, head, attention, depth), method, context)
+
+
+def _is_draft_model(path: Path) -> bool:
+    """Whether the directory holds a whole causal LM, by its config.json."""
+    config = path / "config.json"
+    return config.is_file() and "architectures" in (fields := read_json(config)) and SECTION not in fields
 
 
 def _print(results: dict[str, OfflineAcceptance | ServedAcceptance]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +27,8 @@ from gpu_worker.training.new_head import (
     count_parameters,
     default_objective,
 )
-from gpu_worker.training.objective import DraftObjective
+from gpu_worker.training.objective import DraftObjective, Objective
+from gpu_worker.training.optimizers import OPTIMIZER_KINDS, OptimizerKind
 from gpu_worker.training.recipes import DRAFT_MODEL, KINDS, reads, recipe
 from gpu_worker.training.training_log import Measures
 
@@ -53,7 +56,8 @@ def fit(
     decay: Annotated[
         float, typer.Option(min=0, help="Weight of each draft step against the one before; 0: the kind's.")
     ] = 0,
-    learning_rate: Annotated[float, typer.Option(min=0, help="Peak.")] = 1e-3,
+    optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZER_KINDS) + ".")] = "muon",
+    learning_rate: Annotated[float, typer.Option(min=0, help="Peak; 0: the optimizer's usual one.")] = 0,
     warmup: Annotated[int, typer.Option(min=0, help="Steps.")] = 100,
     precision: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     seed: int = 1,
@@ -75,66 +79,106 @@ def fit(
             num_medusa_heads=unroll or 4,
         )
     kind_of_loss: LossKind = next(k for k in LOSS_KINDS if k == _one_of("loss", loss, LOSS_KINDS))
+    kind_of_optimizer: OptimizerKind = next(
+        k for k in OPTIMIZER_KINDS if k == _one_of("optimizer", optimizer, OPTIMIZER_KINDS)
+    )
     dtype = _DTYPES[_one_of("precision", precision, list(_DTYPES))]
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     keep_freed_memory()
-    features, output = features.expanduser(), output.expanduser()
-    distributed = "WORLD_SIZE" in os.environ  # torchrun
-    if distributed:
-        dist.init_process_group("gloo")
-    try:
-        objective = default_objective(kind, unroll=unroll, loss=kind_of_loss, decay=decay)
-        draft_vocab = 0 if choices is None else draft_vocab
-        dataset, data = _data(features, output, kind, draft_vocab, refresh_data)
-        made = recipe(kind, choices, layers, dataset, data.draft_ids, objective, seed)
-        settings = FitSettings(
+    run = _Run(
+        kind=kind,
+        choices=choices,
+        layers=layers,
+        draft_vocab=draft_vocab,
+        features=features.expanduser(),
+        output=output.expanduser(),
+        objective=default_objective(kind, unroll=unroll, loss=kind_of_loss, decay=decay),
+        dtype=dtype,
+        refresh_data=refresh_data,
+        settings=FitSettings(
             steps=steps,
             rows_per_batch=rows,
+            optimizer=kind_of_optimizer,
             peak_learning_rate=learning_rate,
             warmup=warmup,
             seed=seed,
             validate_every=validate_every,
-            validation_steps=made.validation_steps,
             checkpoint_every=checkpoint_every,
-        )
-        module = DraftObjective(
-            made.module,
-            made.target.embedding,
-            made.target.lm_head,
-            DraftVocabulary.of(data.draft_ids, dataset.meta.vocab_size),
-            objective,
-            dtype,
-        )
-        trainer = Trainer(module, dataset, data, settings, output, {**made.facts, "precision": precision})
-        chief = not distributed or dist.get_rank() == 0
-        if chief:
-            print(
-                f"{kind}: {count_parameters(made.module) / 1e6:.2f} M weights,"
-                f" {len(dataset.training)} conversations, {len(dataset.held_out)} held out",
-                flush=True,
-            )
-        measures = _run(trainer, settings, chief)
-        if chief:
-            position = trainer.position
-            told = {
-                "target": dataset.meta.target or "SmolLM2-135M-Instruct",
-                "target precision": dataset.meta.precision,
-                "conversations": len(dataset.training),
-                "optimizer steps": position.step,
-                "rows seen": position.rows,
-                "unrolled steps": objective.unroll,
-                "loss": objective.loss,
-                "draft vocabulary": len(data.draft_ids),
-            }
-            size = made.export(output, measures, told)
-            length = f"{measures.acceptance_length:.2f} over a chain of {len(measures.acceptance)}"
-            accepted = length if dataset.held_out else "not measured, as nothing is held out"
-            print(
-                f"{output}: {size / 1e6:.1f} MB, acceptance length {accepted}, {position.skipped} steps skipped"
-            )
+        ),
+    )
+    if "WORLD_SIZE" not in os.environ:
+        _train(run, chief=True)
+        return
+    dist.init_process_group("gloo")  # under torchrun
+    try:
+        _train(run, chief=dist.get_rank() == 0)
     finally:
-        if distributed:
-            dist.destroy_process_group()
+        # A wrapped module holds the group and is part of a cycle; were it left to the interpreter's end, gloo's
+        # threads would drop their tensors when there is no interpreter any more, and abort the process.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the command was asked for, checked."""
+
+    kind: str
+    choices: HeadChoices | None  # None: a draft model
+    layers: int
+    draft_vocab: int
+    features: Path
+    output: Path
+    objective: Objective
+    dtype: torch.dtype
+    refresh_data: bool
+    settings: FitSettings
+
+
+def _train(run: _Run, *, chief: bool) -> None:
+    """Trains on this process; the chief speaks and writes."""
+    dataset, data = _data(run.features, run.output, run.kind, run.draft_vocab, run.refresh_data)
+    made = recipe(
+        run.kind, run.choices, run.layers, dataset, data.draft_ids, run.objective, run.settings.seed
+    )
+    settings = replace(run.settings, validation_steps=made.validation_steps)
+    module = DraftObjective(
+        made.module,
+        made.target.embedding,
+        made.target.lm_head,
+        DraftVocabulary.of(data.draft_ids, dataset.meta.vocab_size),
+        run.objective,
+        run.dtype,
+    )
+    facts = {**made.facts, "precision": str(run.dtype).removeprefix("torch.")}
+    trainer = Trainer(module, dataset, data, settings, run.output, facts)
+    if not chief:
+        trainer.run()
+        return
+    print(
+        f"{run.kind}: {count_parameters(made.module) / 1e6:.2f} M weights,"
+        f" {len(dataset.training)} conversations, {len(dataset.held_out)} held out",
+        flush=True,
+    )
+    measures = _with_meter(trainer, settings)
+    position = trainer.position
+    told = {
+        "target": dataset.meta.target or "SmolLM2-135M-Instruct",
+        "target precision": dataset.meta.precision,
+        "conversations": len(dataset.training),
+        "optimizer steps": position.step,
+        "rows seen": position.rows,
+        "unrolled steps": run.objective.unroll,
+        "loss": run.objective.loss,
+        "optimizer": settings.optimizer,
+        "draft vocabulary": len(data.draft_ids),
+    }
+    size = made.export(run.output, measures, told)
+    length = f"{measures.acceptance_length:.2f} over a chain of {len(measures.acceptance)}"
+    accepted = length if dataset.held_out else "not measured, as nothing is held out"
+    print(
+        f"{run.output}: {size / 1e6:.1f} MB, acceptance length {accepted}, {position.skipped} steps skipped"
+    )
 
 
 def _data(
@@ -158,9 +202,7 @@ def _data(
     return dataset, RunData(tuple(path.name for path in paths), ids)
 
 
-def _run(trainer: Trainer, settings: FitSettings, chief: bool) -> Measures:
-    if not chief:
-        return trainer.run()
+def _with_meter(trainer: Trainer, settings: FitSettings) -> Measures:
     with Meter("fit") as meter:
 
         def report(done: FitProgress) -> None:

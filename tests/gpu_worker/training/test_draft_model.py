@@ -14,9 +14,9 @@ from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.frozen_target import FrozenTarget
 from gpu_worker.training.new_head import default_objective
 from gpu_worker.training.objective import DraftObjective, unrolled_logits
+from gpu_worker.weights.draft_checkpoint import load_draft_model
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
-from gpu_worker.weights.token_map import check_same_token_map
 from gpu_worker.weights.tokenizer_export import export_tokenizer
 from tests.gpu_worker.forwarding import prompt_logits
 from tests.models import make_tiny_llama
@@ -39,17 +39,32 @@ def test_the_service_computes_what_was_trained(tie: bool, tmp_path: Path) -> Non
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter)).copy_(parameter.bfloat16().float())
-    target.embedding.copy_(target.embedding.bfloat16().float())  # as the file will hold them
-    target.lm_head.copy_(target.lm_head.bfloat16().float())
-    export_draft_model(tmp_path / "draft", model, target, source, "card")
-    served_source = resolve_model(str(tmp_path / "draft"))
-    check_same_token_map(export_tokenizer(source), export_tokenizer(served_source))
-    served = load_model(served_source, "float32", "cpu")
+    draft_ids = torch.arange(0, 300, 3)
+    export_draft_model(tmp_path / "draft", model, target, draft_ids, "card")
+    lender = load_model(source, "float32", "cpu")
+    cpu = torch.device("cpu")
+    draft = load_draft_model(str(tmp_path / "draft"), lender, export_tokenizer(source), "float32", cpu, None)
+    served = draft.model
     assert served.num_layers == 2
+    assert served.embedding is lender.embedding  # type: ignore[attr-defined]
+    assert torch.equal(draft.draft_ids, draft_ids)
     ids = torch.tensor([5, 17, 200, 31, 8, 90, 7])
     with torch.no_grad():
         trained = unrolled_logits(_objective(model, target), ids, torch.zeros(7, 0), 1)[0]
     torch.testing.assert_close(trained, prompt_logits(served, ids.tolist()), rtol=1e-4, atol=1e-4)
+
+
+def test_a_draft_that_does_not_fit_its_lender_is_refused(frozen: FrozenTarget, tmp_path: Path) -> None:
+    model = new_draft_model(frozen, 1)
+    other = resolve_model(str(make_tiny_llama(tmp_path / "other", hidden_size=32)))
+    lender = load_model(other, "float32", "cpu")
+    cpu, tokenizer = torch.device("cpu"), export_tokenizer(other)
+    export_draft_model(tmp_path / "draft", model, frozen, torch.arange(300), "card")
+    with pytest.raises(ModelError, match="hidden_size is 64: the target's, 32"):
+        load_draft_model(str(tmp_path / "draft"), lender, tokenizer, "float32", cpu, None)
+    export_draft_model(tmp_path / "draft", model, frozen, torch.tensor([5, 3]), "card")
+    with pytest.raises(ModelError, match="draft_ids must be ascending ids"):
+        load_draft_model(str(tmp_path / "draft"), lender, tokenizer, "float32", cpu, None)
 
 
 def test_all_layers_give_the_target_itself(frozen: FrozenTarget, tiny_model_dir: Path) -> None:

@@ -18,6 +18,7 @@ from gpu_worker.models.heads.tensors import tensor_shapes
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.frozen_target import FrozenTarget
 from gpu_worker.training.schedule import learning_rate
+from gpu_worker.weights.draft_checkpoint import load_draft_model
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
 from tests.gpu_worker.training.samples import trainer
@@ -123,12 +124,15 @@ def test_the_command_writes_a_head_and_goes_on_from_it(features_dir: Path, tmp_p
     assert not torch.equal(load_file(output / "model.safetensors")["fuse.weight"], tensors["fuse.weight"])
 
 
-def test_the_command_writes_a_draft_model(features_dir: Path, tmp_path: Path) -> None:
+def test_the_command_writes_a_draft_model(features_dir: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
     done = _fit(features_dir, tmp_path, 3, kind="draft-model")
     assert done.returncode == 0, done.stderr
-    model = load_model(resolve_model(str(tmp_path)), "float32", "cpu")
-    assert model.num_layers == 1
-    assert model.config.vocab_size == 300
+    target = load_model(resolve_model(str(tiny_model_dir)), "float32", "cpu")
+    draft = load_draft_model(str(tmp_path), target, tiny_model_dir, "float32", torch.device("cpu"), None)
+    assert draft.model.num_layers == 1
+    assert draft.model.config.vocab_size == 300
+    assert draft.draft_ids is not None
+    assert len(draft.draft_ids) == 100
 
 
 def test_two_processes_train_one_head(features_dir: Path, tmp_path: Path) -> None:
