@@ -17,6 +17,7 @@ from gpu_worker.drafting.ngram import NgramDrafter
 from gpu_worker.drafting.portfolio import PortfolioDrafter
 from gpu_worker.drafting.suffix_store import SuffixStore
 from gpu_worker.drafting.tree_growth import TreeShape
+from gpu_worker.drafting.tree_shape import MAX_NODES, assumed_hit_rates, build_product_tree
 from gpu_worker.errors import ModelError
 from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.models.base import CausalLM
@@ -113,7 +114,7 @@ def build_drafters(
             )
         elif method is SpeculationMethod.MEDUSA:
             assert weights.medusa is not None, "loaded with the others"
-            tree = config.draft_shape == "tree"
+            tree = config.draft_shape != "chain"  # its trees are fixed ones
             drafters[method] = MedusaDrafter(
                 weights.medusa, sampler, table, config.max_draft_depth, tree=tree
             )
@@ -159,8 +160,15 @@ def _draft_model_drafter(
     )
 
 
-def _tree_shape(config: WorkerConfig) -> TreeShape | None:
-    return TreeShape(config.max_draft_depth) if config.draft_shape == "tree" else None
+def _tree_shape(config: WorkerConfig, hit_rates: tuple[tuple[float, ...], ...] = ()) -> TreeShape | None:
+    """hit_rates: as measured for the head, if they were (HeadConfig.hit_rates)."""
+    depth = config.max_draft_depth
+    if config.draft_shape == "chain":
+        return None
+    if config.draft_shape == "tree":
+        return TreeShape(depth)
+    rates = hit_rates or assumed_hit_rates(depth)
+    return TreeShape(depth, fixed=build_product_tree(rates[:depth], MAX_NODES))
 
 
 def _head_drafter(
@@ -175,7 +183,15 @@ def _head_drafter(
     pool = new_head_pool(head, num_pages, config.page_size)
     attention = CPUAttention(table.device)
     return HiddenStateDrafter(
-        method, head, pool, attention, sampler, table, num_pages, num_target_layers, _tree_shape(config)
+        method,
+        head,
+        pool,
+        attention,
+        sampler,
+        table,
+        num_pages,
+        num_target_layers,
+        _tree_shape(config, head.config.hit_rates),
     )
 
 

@@ -43,7 +43,7 @@ class ServerConfig:
     )
     # Weights of drafting heads. A loaded method without an entry takes the head that ships for the embedded model.
     heads: tuple[tuple[SpeculationMethod, str], ...] = ()
-    draft_shape: str = "chain"  # chain | tree: shape of the drafts of heads
+    draft_shape: str = "chain"  # chain | tree | fixed-tree: shape of what models and heads draft
     suffix_store: bool = (
         False  # n-gram lookup also searches recent outputs of other requests of the same salt
     )
@@ -152,7 +152,7 @@ def check(config: ServerConfig) -> ServerConfig:
         "dtype": ("auto", "float32", "bfloat16", "int8"),
         "device": ("auto", "cpu", "cuda"),
         "draft_in": ("decode_only", "mixed"),
-        "draft_shape": ("chain", "tree"),
+        "draft_shape": ("chain", "tree", "fixed-tree"),
         "log_level": ("debug", "info", "warning", "error"),
     }
     for field, allowed in choices.items():

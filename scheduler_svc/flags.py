@@ -93,7 +93,10 @@ def _command(
         ),
     ] = None,
     draft_shape: Annotated[
-        str | None, typer.Option(help="chain or tree: what drafting heads propose.")
+        str | None,
+        typer.Option(
+            help="chain, tree (grown by the draft's probabilities) or fixed-tree: what models and heads draft."
+        ),
     ] = None,
     max_draft_depth: Annotated[
         int | None, typer.Option(help="Depth of a head's draft, in tokens, at most.")

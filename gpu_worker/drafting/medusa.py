@@ -14,16 +14,12 @@ import torch
 from gpu_worker.draft_tree import DraftTree, tree_of
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
-from gpu_worker.drafting.tree_shape import ProductTree, build_product_tree
+from gpu_worker.drafting.tree_shape import MAX_NODES, ProductTree, assumed_hit_rates, build_product_tree
 from gpu_worker.models.heads.medusa import MedusaHeads
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler
 from shared_mem.enums import SpeculationMethod
 from shared_mem.records import Admission
-
-_MAX_NODES = 64
-# Where a checkpoint comes without measured hit rates: geometric in depth and rank, which gives a sparse tree.
-_ASSUMED_FIRST, _ASSUMED_DECAY, _ASSUMED_RANKS = 0.5, 0.6, 8
 
 
 class MedusaDrafter:
@@ -51,7 +47,7 @@ class MedusaDrafter:
         ]
         depth = min(max_depth, config.num_medusa_heads)
         rates = config.hit_rates or assumed_hit_rates(config.num_medusa_heads)
-        self._shape = build_product_tree([r if tree else r[:1] for r in rates[:depth]], _MAX_NODES)
+        self._shape = build_product_tree([r if tree else r[:1] for r in rates[:depth]], MAX_NODES)
         self._hidden = torch.zeros(table.num_slots, config.hidden_size, device=heads.device)
         self._ready = np.zeros(table.num_slots, dtype=np.bool_)
 
@@ -113,11 +109,3 @@ class MedusaDrafter:
             state = states[:, k].contiguous()
             candidates.append(self._choices[k].children(state, slots, positions, nothing, width)[0])
         return candidates
-
-
-def assumed_hit_rates(num_heads: int) -> tuple[tuple[float, ...], ...]:
-    """Rates for heads that were never measured: halving over ranks, falling over depths."""
-    return tuple(
-        tuple(_ASSUMED_FIRST * _ASSUMED_DECAY**depth * 0.5**rank for rank in range(_ASSUMED_RANKS))
-        for depth in range(num_heads)
-    )

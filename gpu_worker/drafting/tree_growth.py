@@ -1,7 +1,8 @@
-"""Dynamic draft trees: expand the most probable nodes level by level, then keep the best of all within the budget.
+"""Draft trees that grow level by level: dynamic ones, which keep the best nodes of all, or ones of a settled shape.
 
 Source: EAGLE-2 (arXiv 2406.16858, sections 4.1 and 4.2). A node's value is the sum of the draft's log-probabilities on
-its path, so a node is never worth more than its parent and the best nodes of all always form a tree.
+its path, so a node is never worth more than its parent and the best nodes of all always form a tree. With a fixed shape
+(EAGLE-1, arXiv 2401.15077, section 4.1) the draft only says which tokens stand at the shape's nodes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from gpu_worker.batching import SequenceRows
 from gpu_worker.draft_tree import DraftTree, tree_of
 from gpu_worker.drafting.choice import ChoiceOfDrafts
+from gpu_worker.drafting.tree_shape import ProductTree
 from gpu_worker.models.heads.base import HeadRows
 from gpu_worker.request_state import RequestTable
 
@@ -27,6 +29,7 @@ class TreeShape:
 
     max_depth: int  # levels behind the root
     max_children: int = 8  # of one node
+    fixed: ProductTree | None = None  # None: dynamic
 
     def width(self, budget: int) -> int:
         """Nodes that are expanded per level: all levels' together fit the pages that the budget reserves."""
@@ -48,8 +51,10 @@ class _Growing:
     slot: int
     length: int  # known tokens; the first draft token has this index
     budget: int
+    fixed: ProductTree | None = None  # of at most `budget` nodes
     nodes: list[_Node] = field(default_factory=list)
     expanded: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)  # of each node, in `fixed`
     beam: list[int] = field(default_factory=list)  # the last level's share of `expanded`
     outputs: torch.Tensor | None = None  # [those that ran, h] what the head gave to recycle
 
@@ -64,16 +69,26 @@ class _Growing:
     def add_children(self, parent: int, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
         """Children of a node in order of their log-probabilities; impossible ones are left out."""
         base, depth = (0.0, 0) if parent < 0 else (self.nodes[parent].value, self.nodes[parent].depth)
-        self.nodes += [
-            _Node(token, parent, depth + 1, base + log_prob)
-            for token, log_prob in zip(tokens, log_probs, strict=True)
-            if log_prob > -np.inf
-        ]
+        for rank, place in self._wanted(parent, len(tokens)):
+            if log_probs[rank] > -np.inf:
+                self.nodes.append(_Node(tokens[rank], parent, depth + 1, base + log_probs[rank]))
+                self.places.append(place)
+
+    def _wanted(self, parent: int, count: int) -> list[tuple[int, int]]:
+        """Which of `count` candidates become children of a node, each with its place in the fixed shape."""
+        if self.fixed is None:
+            return [(rank, -1) for rank in range(count)]
+        above = -1 if parent < 0 else self.places[parent]
+        places = [place for place, over in enumerate(self.fixed.parents) if over == above]
+        return [(rank, place) for place in places if (rank := self.fixed.ranks[place]) < count]
 
     def choose_beam(self, first: int, width: int) -> None:
-        """The best `width` of the nodes from `first` on are expanded next."""
-        candidates = sorted(range(first, len(self.nodes)), key=lambda i: -self.nodes[i].value)
-        self.beam = sorted(candidates[:width])
+        """The best `width` of the nodes from `first` on are expanded next; of a fixed shape those with children."""
+        candidates = range(first, len(self.nodes))
+        if self.fixed is not None:
+            self.beam = [i for i in candidates if self.places[i] in self.fixed.parents]
+        else:
+            self.beam = sorted(sorted(candidates, key=lambda i: -self.nodes[i].value)[:width])
         self.expanded += self.beam
 
     def inputs(self, root: torch.Tensor) -> torch.Tensor:
@@ -124,7 +139,12 @@ def grow_trees(
     half-grown tree must be told from that of a neighbour branch.
     """
     growing = [
-        _Growing(slot, int(table.num_tokens[slot]), budget)
+        _Growing(
+            slot,
+            int(table.num_tokens[slot]),
+            budget,
+            None if shape.fixed is None else shape.fixed.best(budget, shape.max_depth),
+        )
         for slot, budget in zip(slots, budgets, strict=True)
     ]
     live = [r for r, tree in enumerate(growing) if tree.budget > 0]

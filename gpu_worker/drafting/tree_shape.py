@@ -16,6 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+MAX_NODES = 64
+# Where a checkpoint comes without measured hit rates: geometric in depth and rank, which gives a sparse tree.
+_ASSUMED_FIRST, _ASSUMED_DECAY, _ASSUMED_RANKS = 0.5, 0.6, 8
+
 
 @dataclass(frozen=True)
 class ProductTree:
@@ -114,6 +118,14 @@ def measure_hit_rates(ranks: npt.NDArray[np.int64], num_ranks: int) -> list[list
         hits = np.bincount(counted[counted < num_ranks], minlength=num_ranks)
         rates.append((hits / max(len(counted), 1)).tolist())
     return rates
+
+
+def assumed_hit_rates(num_depths: int) -> tuple[tuple[float, ...], ...]:
+    """Rates for heads that were never measured: halving over ranks, falling over depths."""
+    return tuple(
+        tuple(_ASSUMED_FIRST * _ASSUMED_DECAY**depth * 0.5**rank for rank in range(_ASSUMED_RANKS))
+        for depth in range(num_depths)
+    )
 
 
 def _ranks_by_rate(rates: Sequence[float], depth: int) -> list[int]:

@@ -19,6 +19,7 @@ from gpu_worker.training.batches import DraftVocabulary
 from gpu_worker.training.checkpoint import Position, RunData, read_checkpoint, restore, save_checkpoint
 from gpu_worker.training.dataset import FeatureDataset, Item
 from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.hit_rates import HitRates, hit_rates
 from gpu_worker.training.objective import ROWS, BatchOutcome, DraftObjective
 from gpu_worker.training.optimizers import PEAK_RATES, OptimizerKind, Optimizers
 from gpu_worker.training.schedule import learning_rate
@@ -168,6 +169,13 @@ class Trainer:
                 losses.append(outcome.loss.item())
         self._module.train()
         return (sum(losses) / len(losses) if losses else math.nan), Measures.of(sums)
+
+    def hit_rates(self) -> HitRates:
+        """Over the held-out batches; () where nothing is held out."""
+        settings = self._settings
+        held_out = self._dataset.validation(settings.rows_per_batch, settings.validation_rows)
+        batches = (self._dataset.load(items, self._vocabulary, self._dtype) for items in held_out)
+        return hit_rates(self._module, batches, settings.validation_steps)
 
     def _step(self, items: list[Item]) -> tuple[BatchOutcome, float]:
         """One optimizer step; its gradient norm, NaN where the step was skipped."""

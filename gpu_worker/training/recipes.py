@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from gpu_worker.training.dataset import FeatureDataset
 from gpu_worker.training.draft_model import export_draft_model, new_draft_model
 from gpu_worker.training.export import export_head, model_card
 from gpu_worker.training.frozen_target import FrozenTarget
+from gpu_worker.training.hit_rates import HitRates
 from gpu_worker.training.modules.decoder_head import DecoderHead
 from gpu_worker.training.modules.draft_model import DraftModel
 from gpu_worker.training.modules.medusa import MedusaHeads
@@ -34,9 +35,8 @@ class Recipe:
     target: FrozenTarget
     facts: dict[str, Any]  # that a checkpoint must share
     validation_steps: int
-    export: Callable[
-        [Path, Measures, dict[str, Any]], int
-    ]  # (directory, measures, facts of the card) -> bytes
+    # (directory, measures, hit rates, facts of the card) -> bytes
+    export: Callable[[Path, Measures, HitRates, dict[str, Any]], int]
 
 
 def reads(kind: str) -> dict[str, bool]:
@@ -61,7 +61,7 @@ def recipe(
         model = new_draft_model(target, num_layers)
         facts = {"kind": kind, "layers": num_layers, "objective": asdict(objective)}
 
-        def write_model(directory: Path, measures: Measures, told: dict[str, Any]) -> int:
+        def write_model(directory: Path, measures: Measures, _: HitRates, told: dict[str, Any]) -> int:
             return export_draft_model(
                 directory, model, target, draft_ids, model_card("Draft model", kind, measures, told)
             )
@@ -72,10 +72,14 @@ def recipe(
     if isinstance(head, DecoderHead) and config.feature_layers:
         head.set_feature_sizes(dataset.feature_sizes())
 
-    def write_head(directory: Path, measures: Measures, told: dict[str, Any]) -> int:
+    def write_head(directory: Path, measures: Measures, rates: HitRates, told: dict[str, Any]) -> int:
         title = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "mtp": "MTP", "medusa": "Medusa"}[kind]
         return export_head(
-            directory, head, config, draft_ids, model_card(f"{title} head", kind, measures, told)
+            directory,
+            head,
+            replace(config, hit_rates=rates),
+            draft_ids,
+            model_card(f"{title} head", kind, measures, told),
         )
 
     steps = config.num_medusa_heads if config.kind is HeadKind.MEDUSA else 5

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gpu_worker.drafting.tree_growth import TreeShape
+from gpu_worker.drafting.tree_shape import assumed_hit_rates, build_product_tree
 from gpu_worker.models.base import CausalLM
 from gpu_worker.request_state import RequestTable
 from shared_mem.enums import SpeculationMethod
@@ -27,10 +28,13 @@ NAMES = (
     "junk-tree",
     "portfolio",
 )
-HEAD_NAMES = tuple(
-    f"{kind}/{shape}"
-    for kind in (*KINDS, "medusa", "portfolio", "draft-model-of-some-ids")
-    for shape in ("chain", "tree")
+HEAD_NAMES = (
+    *(
+        f"{kind}/{shape}"
+        for kind in (*KINDS, "medusa", "portfolio", "draft-model-of-some-ids")
+        for shape in ("chain", "tree")
+    ),
+    "eagle/fixed-tree",
 )
 
 METHOD_OF_HEAD = {
@@ -66,7 +70,8 @@ def make_engine(
         return InProcessEngine(target, ngram=True, draft=draft, heads=heads, portfolio=True, **settings)
     if "/" in name:
         kind, shape = name.split("/")
-        tree = TreeShape(max_depth=3, max_children=4) if shape == "tree" else None
+        fixed = build_product_tree(assumed_hit_rates(3), 9) if shape == "fixed-tree" else None
+        tree = None if shape == "chain" else TreeShape(max_depth=3, max_children=4, fixed=fixed)
         settings = {"num_draft_tokens": 9 if tree else 4} | settings
         if kind == "draft-model-of-some-ids":
             some = torch.arange(0, vocab_size, 2)

@@ -92,7 +92,7 @@ def test_speculation_off() -> None:
     ("arguments", "message"),
     [
         (["--dtype", "float16"], "dtype: 'float16' is not one of auto, float32, bfloat16, int8"),
-        (["--draft-shape", "bush"], "draft_shape: 'bush' is not one of chain, tree"),
+        (["--draft-shape", "bush"], "draft_shape: 'bush' is not one of chain, tree, fixed-tree"),
         (["--max-draft-depth", "0"], "max_draft_depth: 0 is below 1"),
         (["--max-draft-depth", "65"], "max_draft_depth: 65 is above 64"),
         (["--head", "mtp=x"], "heads: mtp is not among the methods of --speculation"),

@@ -173,7 +173,7 @@ def _train(run: _Run, *, chief: bool) -> None:
         "optimizer": settings.optimizer,
         "draft vocabulary": len(data.draft_ids),
     }
-    size = made.export(run.output, measures, told)
+    size = made.export(run.output, measures, trainer.hit_rates(), told)
     length = f"{measures.acceptance_length:.2f} over a chain of {len(measures.acceptance)}"
     accepted = length if dataset.held_out else "not measured, as nothing is held out"
     print(

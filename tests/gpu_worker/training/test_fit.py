@@ -39,6 +39,10 @@ def test_every_kind_learns(kind: HeadKind, frozen: FrozenTarget, features_dir: P
     after, measures = run.validate()
     assert after < before
     assert len(measures.acceptance) == 3
+    rates = run.hit_rates()
+    assert [len(of_step) for of_step in rates] == [8, 8, 8]
+    assert rates[0][0] == pytest.approx(measures.acceptance[0], abs=1e-3)
+    assert all(0 < sum(of_step) <= 1 for of_step in rates)
     assert (tmp_path / "progress.png").stat().st_size > 1000
     assert json.loads((tmp_path / "summary.json").read_text())["position"]["step"] == 25
 
@@ -116,6 +120,7 @@ def test_the_command_writes_a_head_and_goes_on_from_it(features_dir: Path, tmp_p
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == tensor_shapes(config)
     assert tensors["fuse.weight"].dtype is torch.bfloat16
     assert config.vocab_size == 300
+    assert config.hit_rates == ()  # so few conversations that none is held out
     assert config.draft_vocab_size == len(tensors["draft_ids"]) == 100
     assert "Acceptance" in (output / "README.md").read_text()
     second = _fit(features_dir, output, 6)

@@ -1,0 +1,49 @@
+"""A tree of settled shape: its nodes are the draft's candidates of the ranks that the shape names."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gpu_worker.batching import SequenceRows
+from gpu_worker.drafting.tree_growth import TreeShape, grow_trees
+from gpu_worker.drafting.tree_shape import build_product_tree
+from gpu_worker.models.heads.base import HeadRows
+from gpu_worker.request_state import RequestTable
+from shared_mem.records import Admission, SamplingRecord
+
+RATES = [[0.6, 0.2, 0.1], [0.5, 0.3], [0.4]]
+
+
+class _Candidates:
+    """Whatever the path, the children of a token t are 10 t + 1, 10 t + 2, ...; the third has no probability."""
+
+    def children(
+        self, normed: torch.Tensor, slots: list[int], positions: list[int], paths: list[list[int]], count: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        last = [path[-1] if path else 0 for path in paths]
+        log_probs = [-1.0, -2.0, -torch.inf, *[-3.0] * count][:count]
+        return [[10 * token + rank + 1 for rank in range(count)] for token in last], [log_probs] * len(paths)
+
+
+def _expand(rows: list[SequenceRows], recycled: torch.Tensor) -> HeadRows:
+    return HeadRows(recycled, recycled)
+
+
+def test_the_nodes_are_those_of_the_shape() -> None:
+    fixed = build_product_tree(RATES, 7)
+    table = RequestTable(2, 64, 16, torch.device("cpu"))
+    for slot, ids in enumerate(([5, 6, 7], [8])):
+        token_ids = np.array(ids, dtype=np.int32)
+        table.admit(Admission(slot, 1, token_ids, len(ids), 0, 0, SamplingRecord()))
+    state = HeadRows(torch.zeros(2, 4), torch.zeros(2, 4))
+    shape = TreeShape(max_depth=3, fixed=fixed)
+    tree = grow_trees(table, [0, 1], [7, 2], shape, state, _expand, _Candidates())  # type: ignore[arg-type]
+    for request, budget in ((0, 7), (1, 2)):
+        begin, end = tree.indptr[request], tree.indptr[request + 1]
+        tokens = tree.tokens[begin:end].tolist()[1:]
+        # the third candidate of the first level is impossible here, so its place stays empty
+        paths = [path for path in fixed.best(budget).paths() if 2 not in path]
+        expected = [int("".join(str(rank + 1) for rank in path)) for path in paths]
+        assert sorted(tokens) == sorted(expected)
+        assert tree.depths[begin:end].tolist()[1:] == sorted(len(path) for path in paths)
