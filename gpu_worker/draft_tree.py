@@ -25,6 +25,8 @@ class DraftTree:
     # The law each draft token was drawn from, for drafters that sample under the rejection rule;
     # None where all drafts are deterministic. Rows of roots and of deterministic nodes are all zero.
     q: torch.Tensor | None = None  # [N, V] float32
+    # How sure the drafter is of each node, given that its parent is right; nothing downstream of a portfolio reads it.
+    confidences: npt.NDArray[np.float32] | None = None  # [N], within 0..1, roots 1
 
     @property
     def num_requests(self) -> int:
@@ -74,9 +76,16 @@ class DraftTree:
 
 
 def tree_of(
-    roots: list[int], tokens: list[list[int]], parents: list[list[int]], device: torch.device | str = "cpu"
+    roots: list[int],
+    tokens: list[list[int]],
+    parents: list[list[int]],
+    device: torch.device | str = "cpu",
+    confidences: list[list[float]] | None = None,
 ) -> DraftTree:
-    """One tree per request: tokens[r] are the nodes behind its root, parents first; parents[r] index them, -1: root."""
+    """One tree per request: tokens[r] are the nodes behind its root, parents first; parents[r] index them, -1: root.
+
+    confidences[r]: of the nodes behind its root.
+    """
     indptr = np.zeros(len(roots) + 1, dtype=np.int32)
     all_tokens: list[int] = []
     all_parents: list[int] = []
@@ -94,12 +103,22 @@ def tree_of(
         tokens=torch.tensor(all_tokens, dtype=torch.int64, device=device),
         parents=torch.tensor(all_parents, dtype=torch.int64, device=device),
         depths=torch.tensor(depths, dtype=torch.int64, device=device),
+        confidences=None if confidences is None else _flattened(confidences),
     )
 
 
-def chain_tree(roots: list[int], drafts: list[list[int]], device: torch.device | str = "cpu") -> DraftTree:
+def _flattened(confidences: list[list[float]]) -> npt.NDArray[np.float32]:
+    return np.array([value for of in confidences for value in (1.0, *of)], dtype=np.float32)
+
+
+def chain_tree(
+    roots: list[int],
+    drafts: list[list[int]],
+    device: torch.device | str = "cpu",
+    confidences: list[list[float]] | None = None,
+) -> DraftTree:
     """One chain per request: `roots[r]`, then `drafts[r]` (possibly empty)."""
-    return tree_of(roots, drafts, [list(range(-1, len(draft) - 1)) for draft in drafts], device)
+    return tree_of(roots, drafts, [list(range(-1, len(draft) - 1)) for draft in drafts], device, confidences)
 
 
 def root_tree(roots: npt.NDArray[np.int64], device: torch.device | str = "cpu") -> DraftTree:

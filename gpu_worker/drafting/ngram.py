@@ -68,21 +68,25 @@ class NgramDrafter:
         """See Drafter.propose."""
         roots: list[int] = []
         drafts: list[list[int]] = []
+        confidences: list[list[float]] = []
         for request in requests:
             tokens = self._table.known(request.slot)
             roots.append(int(tokens[-1]))
-            drafts.append(self._continuation(request, tokens))
-        return chain_tree(roots, drafts, self._table.device)
+            draft, length = self._continuation(request, tokens)
+            drafts.append(draft)
+            # no probability, but the longer the match the surer: a portfolio learns what it is worth
+            confidences.append([length / (self._max_match + 1)] * len(draft))
+        return chain_tree(roots, drafts, self._table.device, confidences)
 
-    def _continuation(self, request: DraftRequest, tokens: Int64Array) -> list[int]:
-        """The longer match counts, the sequence's own text or the store; of equal ones the own."""
+    def _continuation(self, request: DraftRequest, tokens: Int64Array) -> tuple[list[int], int]:
+        """Draft and length of the match: the longer counts, in the own text or the store; of equal ones the own."""
         start, length = find_match(tokens, self._min_match, self._max_match)
         output = self._outputs.get(request.slot)
         if self._store is not None and output is not None and length < self._max_match:
             stored = self._store.find(tokens, request.num_draft_tokens, output.salt_id)
             if stored is not None and stored.length > length:
-                return stored.continuation
-        return _continued(tokens, start, request.num_draft_tokens) if length else []
+                return stored.continuation, min(stored.length, self._max_match)
+        return (_continued(tokens, start, request.num_draft_tokens) if length else []), length
 
     def prefill(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
         """See catch_up."""

@@ -16,7 +16,7 @@ import torch
 from gpu_worker.draft_tree import DraftTree, tree_of
 from gpu_worker.drafting.base import Drafter, DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.success import SuccessRates
-from gpu_worker.drafting.trie import ROOT, DraftTrie
+from gpu_worker.drafting.trie import ROOT, DraftTrie, Grade
 from gpu_worker.request_state import RequestTable
 from shared_mem.enums import SpeculationMethod
 from shared_mem.records import Admission
@@ -37,6 +37,7 @@ class _Segment:
     tokens: list[int]  # behind the root
     parents: list[int]  # index among them, or ROOT
     laws: torch.Tensor | None  # [nodes, V], where the drafts were drawn
+    confidences: list[float] | None = None  # see Grade
 
 
 class PortfolioDrafter:
@@ -98,7 +99,7 @@ class PortfolioDrafter:
             for i, segment in zip(asked, segments, strict=True):
                 self._branches[part] |= len(set(segment.parents)) < len(segment.parents)
                 if segment.tokens:
-                    tries[i].add(part, segment.tokens, segment.parents)
+                    tries[i].add(part, segment.tokens, segment.parents, segment.confidences)
                     proposed[i][part] = segment
         chosen = [self._choose(*of) for of in zip(requests, tries, proposed, strict=True)]
         for request, trie in zip(requests, tries, strict=True):
@@ -159,7 +160,7 @@ class PortfolioDrafter:
         rate = partial(self._rates.rate, request.slot)
         if any(segment.laws is not None for segment in proposed.values()):
             # by what was measured before this round, never by the tokens just drawn
-            return proposed[max(proposed, key=lambda part: rate(part, 1, 0))]
+            return proposed[max(proposed, key=lambda part: rate(part, 1, Grade(0)))]
         nodes = trie.best(request.num_draft_tokens, rate, self._least_value)
         place = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
         return _Segment([trie.tokens[i] for i in nodes], [place[trie.parents[i]] for i in nodes], None)
@@ -177,5 +178,6 @@ def _segments(tree: DraftTree) -> list[_Segment]:
         own_parents = [
             ROOT if parent == start else parent - start - 1 for parent in parents[start + 1 : stop]
         ]
-        segments.append(_Segment(tokens[start + 1 : stop], own_parents, laws))
+        confidences = None if tree.confidences is None else tree.confidences[start + 1 : stop].tolist()
+        segments.append(_Segment(tokens[start + 1 : stop], own_parents, laws, confidences))
     return segments

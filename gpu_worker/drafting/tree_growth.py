@@ -7,6 +7,7 @@ its path, so a node is never worth more than its parent and the best nodes of al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -163,7 +164,14 @@ def grow_trees(
         [[node.token for node in nodes] for nodes in kept],
         [[node.parent for node in nodes] for nodes in kept],
         table.device,
+        [_confidences(nodes) for nodes in kept],
     )
+
+
+def _confidences(nodes: list[_Node]) -> list[float]:
+    """The draft's own probability of each node behind its parent."""
+    above = [0.0 if node.parent < 0 else nodes[node.parent].value for node in nodes]
+    return [math.exp(min(0.0, node.value - before)) for node, before in zip(nodes, above, strict=True)]
 
 
 def _expand_level(

@@ -4,38 +4,54 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 ROOT = -1
 
-# (part, depth behind the root, rank among its siblings in the part's own tree) -> how often such a node is right
-SuccessRate = Callable[[int, int, int], float]
+
+class Grade(NamedTuple):
+    """What a part says of a node of its own tree: its rank among its siblings, and how sure it is of it."""
+
+    rank: int  # 0 the best
+    confidence: float | None = (
+        None  # chance that the node is right, given that its parent is; None: no estimate
+    )
 
 
-# (part, depth, rank, whether that node was the token that came), its parent having been right
-Judgement = tuple[int, int, int, bool]
+# (part, depth behind the root, grade) -> how often such a node is right
+SuccessRate = Callable[[int, int, Grade], float]
+
+# (part, depth, grade, whether that node was the token that came), its parent having been right
+Judgement = tuple[int, int, Grade, bool]
 
 
 class DraftTrie:
-    """Nodes are counted in order of addition, parents first; each knows which parts proposed it, and as which rank."""
+    """Nodes are counted in order of addition, parents first; each knows which parts proposed it with which grade."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []  # ROOT or an earlier node
         self.depths: list[int] = []  # 1 behind the root
-        self.proposers: list[list[tuple[int, int]]] = []  # (part, rank)
+        self.proposers: list[list[tuple[int, Grade]]] = []  # by node: (part, grade)
         self._children: dict[int, dict[int, int]] = {ROOT: {}}  # by parent: token -> node
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, part: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+    def add(
+        self,
+        part: int,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        confidences: Sequence[float] | None = None,
+    ) -> None:
         """A part's tree: its nodes behind the root, parents first; parents[i] is an index among them or ROOT.
 
-        Siblings count as the better ranked the earlier they come.
+        Siblings count as the better ranked the earlier they come. confidences: see Grade.
         """
         places: list[int] = []
         num_siblings: dict[int, int] = {}
-        for token, parent in zip(tokens, parents, strict=True):
+        for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             above = ROOT if parent == ROOT else places[parent]
             rank = num_siblings.get(above, 0)
             num_siblings[above] = rank + 1
@@ -48,7 +64,8 @@ class DraftTrie:
                 self.proposers.append([])
                 self._children[above][token] = node
                 self._children[node] = {}
-            self.proposers[node].append((part, rank))
+            grade = Grade(rank, None if confidences is None else confidences[i])
+            self.proposers[node].append((part, grade))
             places.append(node)
 
     def best(self, num_nodes: int, success: SuccessRate, least_value: float) -> list[int]:
@@ -63,8 +80,8 @@ class DraftTrie:
         def reach(parent: int, value: float) -> None:
             for node in self._children[parent].values():
                 depth, doubt = self.depths[node], 1.0
-                for part, rank in self.proposers[node]:
-                    doubt *= 1.0 - success(part, depth, rank)
+                for part, grade in self.proposers[node]:
+                    doubt *= 1.0 - success(part, depth, grade)
                 worth = value * (1.0 - doubt)
                 if worth >= least_value:
                     heapq.heappush(heap, (-worth, node))
@@ -83,9 +100,9 @@ class DraftTrie:
         for depth, token in enumerate(emitted, start=1):
             following = self._children[at]
             judgements += [
-                (part, depth, rank, proposed == token)
+                (part, depth, grade, proposed == token)
                 for proposed, node in following.items()
-                for part, rank in self.proposers[node]
+                for part, grade in self.proposers[node]
             ]
             if token not in following:
                 break

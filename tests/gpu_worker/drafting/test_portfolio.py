@@ -12,7 +12,7 @@ from gpu_worker.draft_tree import DraftTree, tree_of
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.portfolio import PortfolioDrafter
 from gpu_worker.drafting.success import MAX_DEPTH, MAX_RANKS, SuccessRates
-from gpu_worker.drafting.trie import ROOT, DraftTrie
+from gpu_worker.drafting.trie import ROOT, DraftTrie, Grade
 from gpu_worker.request_state import RequestTable
 from shared_mem.enums import SpeculationMethod
 from shared_mem.records import Admission, SamplingRecord
@@ -209,12 +209,12 @@ def test_rounds_of_other_methods_teach_nothing() -> None:
     bench = Bench(lambda n: chain(3), lambda n: chain(4))
     bench.drafter.propose([DraftRequest(0, 4)])
     bench.table.append_each(np.array([0]), [[4, 4]])  # the result of some other round
-    rate = bench.drafter._rates.rate(0, 0, 1, 0)
+    rate = bench.drafter._rates.rate(0, 0, 1, Grade(0))
     bench.drafter.catch_up([TargetProgress(0, 4, 0, 1, np.arange(2))], HIDDEN)
-    assert bench.drafter._rates.rate(0, 0, 1, 0) == rate
+    assert bench.drafter._rates.rate(0, 0, 1, Grade(0)) == rate
     bench.drafter.release(0)
     bench.drafter.catch_up([TargetProgress(0, 4, 1, 1, np.arange(2))], HIDDEN)
-    assert bench.drafter._rates.rate(0, 0, 1, 0) == rate
+    assert bench.drafter._rates.rate(0, 0, 1, Grade(0)) == rate
 
 
 def test_nothing_proposed_is_a_bare_root() -> None:
@@ -227,11 +227,12 @@ def test_trie_takes_equal_children_as_one_and_values_agreement() -> None:
     trie.add(0, [1, 2, 3], [ROOT, ROOT, 0])
     trie.add(1, [2, 9], [ROOT, 0])
     assert (trie.tokens, trie.parents, trie.depths) == ([1, 2, 3, 9], [ROOT, ROOT, 0, 1], [1, 1, 2, 2])
-    assert trie.proposers == [[(0, 0)], [(0, 1), (1, 0)], [(0, 0)], [(1, 0)]]
+    best, second = Grade(0), Grade(1)
+    assert trie.proposers == [[(0, best)], [(0, second), (1, best)], [(0, best)], [(1, best)]]
     # worth: 0.4; 1 - 0.6 * 0.6 = 0.64; 0.16; 0.256
-    assert trie.best(9, lambda part, depth, rank: 0.4, 0.2) == [1, 0, 3]
-    assert trie.best(1, lambda part, depth, rank: 0.4, 0.2) == [1]
-    assert trie.best(9, lambda part, depth, rank: 0.0, 0.1) == []
+    assert trie.best(9, lambda part, depth, grade: 0.4, 0.2) == [1, 0, 3]
+    assert trie.best(1, lambda part, depth, grade: 0.4, 0.2) == [1]
+    assert trie.best(9, lambda part, depth, grade: 0.0, 0.1) == []
 
 
 @pytest.mark.parametrize(
@@ -247,8 +248,8 @@ def test_trie_judges_where_the_parent_was_right(emitted: list[int], right: set[t
     trie.add(0, [1, 2, 3], [ROOT, ROOT, 0])
     trie.add(1, [2, 9], [ROOT, 0])
     seen = trie.judge(emitted)
-    assert {(part, depth, rank) for part, depth, rank, was_right in seen if was_right} == right
-    at_first = {(part, rank) for part, depth, rank, _ in seen if depth == 1}
+    assert {(part, depth, grade.rank) for part, depth, grade, was_right in seen if was_right} == right
+    at_first = {(part, grade.rank) for part, depth, grade, _ in seen if depth == 1}
     assert at_first == {(0, 0), (0, 1), (1, 0)}
     assert any(depth == 2 for _, depth, _, _ in seen) == (emitted[0] != 7)
 
@@ -257,9 +258,22 @@ def test_rates_converge_and_are_clipped_in_depth_and_rank() -> None:
     rates = SuccessRates(num_slots=1, num_parts=1)
     rng = np.random.default_rng(0)
     for _ in range(400):
-        rates.record(0, 0, MAX_DEPTH + 5, MAX_RANKS + 5, bool(rng.random() < 0.7))
-    assert rates.rate(0, 0, MAX_DEPTH, MAX_RANKS - 1) == pytest.approx(0.7, abs=0.2)
+        rates.record(0, 0, MAX_DEPTH + 5, Grade(MAX_RANKS + 5), bool(rng.random() < 0.7))
+    assert rates.rate(0, 0, MAX_DEPTH, Grade(MAX_RANKS - 1)) == pytest.approx(0.7, abs=0.2)
     rates.admit(0)
-    assert rates.rate(0, 0, MAX_DEPTH + 1, MAX_RANKS) == pytest.approx(0.7, abs=0.1)
+    assert rates.rate(0, 0, MAX_DEPTH + 1, Grade(MAX_RANKS)) == pytest.approx(0.7, abs=0.1)
     assert rates.reach(0, 0, 0.05) == 4
     assert rates.reach(0, 0, 0.6) == 0
+
+
+def test_a_part_is_believed_as_far_as_its_sureness_was_right() -> None:
+    """Whatever it says: nodes it calls likely may turn out wrong, and unlikely ones right."""
+    rates = SuccessRates(num_slots=1, num_parts=1)
+    assert rates.rate(0, 0, 3, Grade(5, 0.95)) > 0.9
+    for _ in range(60):
+        rates.record(0, 0, 1, Grade(0, 0.95), False)
+        rates.record(0, 0, 2, Grade(1, 0.1), True)
+    assert rates.rate(0, 0, 3, Grade(5, 0.95)) < 0.1
+    assert rates.rate(0, 0, 3, Grade(5, 0.1)) > 0.9
+    assert rates.rate(0, 0, 1, Grade(0, 1.0)) == rates.rate(0, 0, 9, Grade(0, 0.99))
+    assert rates.reach(0, 0, 0.3) == 0  # by rank: the first node was never right
