@@ -13,8 +13,8 @@ class SuccessRates:
     """Exponential averages of "this node was the token that came, its parent having been right".
 
     A node that its part states a confidence for is judged by how often such confidence was right, any other by depth
-    and rank. A sequence starts from the average over all sequences (the prior) and then follows its own. Plain lists: single
-    numbers are read and written a few dozen times a step, which arrays are slow at.
+    and rank. A sequence starts from the average over all sequences (the prior) and then follows its own. Plain lists:
+    single numbers are read and written a few dozen times a step, which arrays are slow at.
     """
 
     def __init__(self, num_slots: int, num_parts: int, rate: float = 0.15, shared_rate: float = 0.02) -> None:
