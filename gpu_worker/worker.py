@@ -25,6 +25,7 @@ from gpu_worker.engine import Engine, build_engine
 from gpu_worker.errors import WorkerError
 from shared_mem import control
 from shared_mem.channel import ChannelReader, ChannelWriter
+from shared_mem.drafting_defaults import with_drafting_defaults
 from shared_mem.enums import SpeculationMethod
 from shared_mem.heartbeat import HeartbeatWriter
 from shared_mem.records import LAYOUT_VERSION, StepResult, decode_plan, encode_result
@@ -142,10 +143,10 @@ def load_worker_config(path: Path, runtime_dir: Path, rank: int) -> WorkerConfig
     except ValueError as error:
         raise WorkerError(f"config {path}: {error}") from error
     fields = {field.name for field in dataclasses.fields(WorkerConfig)}
-    values = {key: value for key, value in raw.items() if key in fields}
+    values = {key: value for key, value in with_drafting_defaults(raw).items() if key in fields}
     values |= {"control_address": f"ipc://{runtime_dir}/control.sock", "rank": rank}
     try:
-        methods = values.get("speculation", [])
+        methods = values["speculation"]
         labels = [_method(method) for method in methods]
         values["speculation"] = [method for method in labels if method is not SpeculationMethod.DISABLED]
         heads = values.get("heads", {})

@@ -7,10 +7,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from scheduler_svc.errors import StartupError
+from shared_mem.drafting_defaults import with_drafting_defaults
 from shared_mem.enums import SpeculationMethod
 
 HEAD_METHODS = (
@@ -48,6 +50,9 @@ class ServerConfig:
         False  # n-gram lookup also searches recent outputs of other requests of the same salt
     )
     max_draft_depth: int = 4  # draft tokens from the root of a head's draft to its deepest node, at most
+    disable_at_batch_size: int = (
+        0  # running sequences from which on nobody drafts, until an operator says else; 0: never
+    )
     page_size: int = 16
     num_pages: int = 0  # 0: from the memory that is free
     max_running_requests: int = 64
@@ -64,11 +69,25 @@ class ServerConfig:
     log_level: str = "info"
 
 
-def load_config(path: Path) -> ServerConfig:
+def load_config(path: Path | None, given: Mapping[str, Any] | None = None) -> ServerConfig:
     """Reads a TOML file whose keys are ServerConfig's fields (speculation: a list of labels; heads: a table).
 
-    Raises StartupError naming the file and the field for anything unknown or of the wrong type.
+    given: fields that win over the file's, as ServerConfig has them. How to draft follows from the model where neither
+    says anything of it. Raises StartupError naming the file and the field for anything unknown or of the wrong type.
     """
+    raw = {} if path is None else _read(path)
+    settings = with_drafting_defaults({**raw, **(given or {})})
+    try:
+        if not isinstance(settings["speculation"], tuple):
+            settings["speculation"] = parse_speculation(settings["speculation"])
+        if not isinstance(settings.get("heads", ()), tuple):
+            settings["heads"] = parse_heads(settings["heads"])
+        return msgspec.convert(settings, ServerConfig)
+    except msgspec.ValidationError as error:
+        raise StartupError(f"--config {path}: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -78,14 +97,7 @@ def load_config(path: Path) -> ServerConfig:
     unknown = sorted(set(raw) - set(ServerConfig.__dataclass_fields__))
     if unknown:
         raise StartupError(f"--config {path}: unknown field {unknown[0]!r}")
-    if "speculation" in raw:
-        raw["speculation"] = parse_speculation(raw["speculation"])
-    if "heads" in raw:
-        raw["heads"] = parse_heads(raw["heads"])
-    try:
-        return msgspec.convert(raw, ServerConfig)
-    except msgspec.ValidationError as error:
-        raise StartupError(f"--config {path}: {error}") from error
+    return raw
 
 
 def parse_speculation(value: str | list[str]) -> tuple[SpeculationMethod, ...]:
@@ -133,6 +145,7 @@ def check(config: ServerConfig) -> ServerConfig:
     minimum = {
         "num_draft_tokens": 1,
         "max_draft_depth": 1,
+        "disable_at_batch_size": 0,
         "page_size": 1,
         "num_pages": 0,
         "max_running_requests": 1,

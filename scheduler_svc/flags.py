@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,6 +100,9 @@ def _command(
     max_draft_depth: Annotated[
         int | None, typer.Option(help="Depth of a head's draft, in tokens, at most.")
     ] = None,
+    disable_at_batch_size: Annotated[
+        int | None, typer.Option(help="Running requests from which on nobody drafts; 0: never.")
+    ] = None,
     suffix_store: Annotated[
         bool | None,
         typer.Option(
@@ -151,5 +153,4 @@ def _command(
         given["heads"] = parse_heads(head or ())
     if speculation is not None:
         given["speculation"] = parse_speculation(speculation)
-    base = ServerConfig() if config is None else load_config(config)
-    return Launch(check(dataclasses.replace(base, **given)), role)
+    return Launch(check(load_config(config, given)), role)

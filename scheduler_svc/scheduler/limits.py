@@ -26,6 +26,7 @@ class Limits:
     drafters: Mapping[SpeculationMethod, DrafterFacts] = field(default_factory=dict)
     default_method: SpeculationMethod = SpeculationMethod.DISABLED
     default_num_draft_tokens: int = 0
+    disable_at_batch_size: int = 0  # at first; 0: never
     drafts_beside_prefill: bool = True
     prefix_cache: bool = True
 
@@ -57,6 +58,7 @@ def resolve_limits(config: ServerConfig, hellos: Sequence[WorkerHello]) -> Limit
         drafters=drafters,
         default_method=loaded[0] if loaded else SpeculationMethod.DISABLED,
         default_num_draft_tokens=config.num_draft_tokens,
+        disable_at_batch_size=config.disable_at_batch_size,
         drafts_beside_prefill=config.draft_in == "mixed",
         prefix_cache=config.prefix_cache,
     )

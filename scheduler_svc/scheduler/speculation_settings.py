@@ -33,7 +33,9 @@ class SpeculationSettings:
 
 def initial_settings(limits: Limits) -> SpeculationSettings:
     """What the command line says."""
-    return SpeculationSettings(limits.default_method, limits.default_num_draft_tokens)
+    return SpeculationSettings(
+        limits.default_method, limits.default_num_draft_tokens, limits.disable_at_batch_size
+    )
 
 
 def check_loaded(method: SpeculationMethod, limits: Limits, field: str) -> None:
