@@ -35,6 +35,8 @@ class SequenceRows:
 
 def build_forward_batch(table: RequestTable, rows: Sequence[SequenceRows]) -> ForwardBatch:
     """The inputs of one forward pass over `rows`, request by request in the given order."""
+    if len(rows) == 1:
+        return _of_one(table, rows[0])
     counts = np.array([row.num_rows for row in rows], dtype=np.int64)
     starts = np.array([row.first for row in rows], dtype=np.int64)
     request_slots = np.array([row.slot for row in rows], dtype=np.int64)
@@ -65,6 +67,33 @@ def build_forward_batch(table: RequestTable, rows: Sequence[SequenceRows]) -> Fo
             page_indptr=_indptr(num_pages),
             page_indices=pages[listed].astype(np.int32),
             tree_masks=tuple(row.tree_mask for row in rows),
+        ),
+    )
+
+
+def _of_one(table: RequestTable, row: SequenceRows) -> ForwardBatch:
+    """The same for a single sequence, with a third of the operations: alone, a request waits for each of them."""
+    num_rows, size, device = row.num_rows, table.page_size, table.device
+    indices = np.arange(row.first, row.first + num_rows, dtype=np.int64)
+    input_ids = table.tokens[row.slot, row.first : row.first + num_rows].copy()
+    positions = indices
+    if row.extra_ids:
+        input_ids[row.num_known :] = row.extra_ids
+        positions = indices.copy()
+        positions[row.num_known :] = row.extra_positions
+    kv_len = row.first + num_rows
+    num_pages = -(-kv_len // size)
+    return ForwardBatch(
+        input_ids=torch.from_numpy(input_ids).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        out_slots=torch.from_numpy(table.kv_slots(row.slot, indices)).to(device),
+        attention=AttentionMetadata(
+            page_size=size,
+            qo_indptr=np.array((0, num_rows), dtype=np.int32),
+            kv_lens=np.array((kv_len,), dtype=np.int32),
+            page_indptr=np.array((0, num_pages), dtype=np.int32),
+            page_indices=table.pages[row.slot, :num_pages].astype(np.int32),
+            tree_masks=(row.tree_mask,),
         ),
     )
 

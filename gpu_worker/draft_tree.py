@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+
+@dataclass(frozen=True)
+class HostNodes:
+    """A tree's arrays as plain lists: a step reads a handful of nodes one by one, which arrays are slow at."""
+
+    indptr: list[int]
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,13 @@ class DraftTree:
         """False when there are only roots."""
         return self.num_nodes > self.num_requests
 
+    @cached_property
+    def host(self) -> HostNodes:
+        """The nodes on the host."""
+        return HostNodes(
+            self.indptr.tolist(), self.tokens.tolist(), self.parents.tolist(), self.depths.tolist()
+        )
+
     def ancestors(self) -> torch.Tensor:
         """[N, N] bool: row i is True at i and at every ancestor of node i (same request only)."""
         n = self.num_nodes
@@ -54,10 +73,8 @@ class DraftTree:
 
     def is_chain(self) -> bool:
         """True if no node of any request has two children: depth counts up along each request's nodes."""
-        offsets = torch.arange(self.num_nodes) - torch.from_numpy(
-            np.repeat(self.indptr[:-1], np.diff(self.indptr)).astype(np.int64)
-        )
-        return bool(torch.equal(self.depths.cpu(), offsets))
+        host = self.host
+        return all(host.depths[begin:end] == list(range(end - begin)) for begin, end in pairwise(host.indptr))
 
     def with_laws(self, laws: list[list[torch.Tensor]]) -> DraftTree:
         """The tree with the law [V] that each draft token of request r was drawn from, laws[r] in order of its nodes.

@@ -193,7 +193,7 @@ class ModelRunner:
         if not tree.has_drafts:
             return sequences
         ancestors = None if tree.is_chain() else tree.ancestors()
-        tokens, depths, indptr = tree.tokens.tolist(), tree.depths.tolist(), tree.indptr.tolist()
+        tokens, depths, indptr = tree.host.tokens, tree.host.depths, tree.host.indptr
         for r, i in enumerate(step.sampling):
             begin, end = indptr[r], indptr[r + 1]
             if end - begin == 1:
@@ -240,8 +240,7 @@ class ModelRunner:
                 self._move_accepted(step, verification)
             self._table.append_each(step.slots, emitted)
             self._sampler.commit(step.slots, emitted)
-        indptr = step.tree.indptr.tolist()
-        depths = step.tree.depths.tolist() if step.tree.has_drafts else []
+        indptr, depths = step.tree.host.indptr, step.tree.host.depths
         request_of = {i: r for r, i in enumerate(step.sampling)}
         results: list[RowResult] = []
         progress: list[TargetProgress | None] = []

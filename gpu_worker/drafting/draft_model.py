@@ -117,13 +117,15 @@ class DraftModelDrafter:
         return grow_trees(self._table, slots, wanted, self._shape, state, expand, self._choice)
 
     def _room(self, request: DraftRequest) -> int:
-        """Draft tokens that this request can get; the last one needs no KV."""
+        """Draft tokens that this request can get."""
         slot = request.slot
         n = int(self._table.num_tokens[slot])
         if not self._ready[slot] or self._computed[slot] != n:
             return 0
-        limit = min(self.max_context_tokens, self._table.capacity(slot))
-        return max(0, min(request.num_draft_tokens, limit - n + 1))
+        room = min(self.max_context_tokens, self._table.capacity(slot)) - n
+        if self._shape is None:
+            room += 1  # a chain's last token is not run
+        return max(0, min(request.num_draft_tokens, room))
 
     def _chains(self, slots: list[int], wanted: list[int], hidden: torch.Tensor) -> DraftTree:
         table = self._table

@@ -10,6 +10,7 @@ besides is the hidden state at the end of its last page: those are kept beside t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -19,11 +20,11 @@ from gpu_worker.batching import SequenceRows, build_forward_batch, hide_first_to
 from gpu_worker.draft_tree import DraftTree, chain_tree
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
-from gpu_worker.drafting.greedy_chain import greedy_chains
+from gpu_worker.drafting.greedy_drafts import greedy_chains, greedy_trees
 from gpu_worker.drafting.tree_growth import TreeShape, grow_trees
 from gpu_worker.forward_batch import ForwardBatch
 from gpu_worker.kv_pool import PagedPool
-from gpu_worker.models.heads.base import ChainsInOneCall, DraftHead, HeadRows
+from gpu_worker.models.heads.base import DraftHead, DraftsInOneCall, HeadRows
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler
 from shared_mem.enums import SpeculationMethod
@@ -62,6 +63,8 @@ class HiddenStateDrafter:
         self._choice = ChoiceOfDrafts(head.output, head.token_ids, config.vocab_size, sampler)
         self._shape = shape
         self._first = 0 if config.attends_first_slot else 1  # the first slot with a pair
+        # Published heads do not attend slot 0, so their keys begin in the middle of a page.
+        self._one_call = head if isinstance(head, DraftsInOneCall) and self._first == 0 else None
         slots, h, size = table.num_slots, config.hidden_size, config.feature_size
         device = head.device
         self._computed = np.zeros(slots, dtype=np.int64)  # leading tokens with valid draft KV
@@ -106,12 +109,15 @@ class HiddenStateDrafter:
         return self._chains(requests, wanted)
 
     def _room(self, request: DraftRequest) -> int:
-        """Draft tokens that this request can get; the last one needs no KV."""
+        """Draft tokens that this request can get."""
         slot = request.slot
         if not self._ready[slot]:
             return 0
         limit = min(self._head.config.max_position_embeddings, self._table.capacity(slot))
-        return max(0, min(request.num_draft_tokens, limit - int(self._table.num_tokens[slot]) + 1))
+        room = limit - int(self._table.num_tokens[slot])
+        if self._shape is None:
+            room += 1  # a chain's last token is not run
+        return max(0, min(request.num_draft_tokens, room))
 
     def _chains(self, requests: Sequence[DraftRequest], wanted: list[int]) -> DraftTree:
         table = self._table
@@ -121,11 +127,10 @@ class HiddenStateDrafter:
         if active:
             names = [requests[i].slot for i in active]
             slots = torch.tensor(names, device=self._head.device)
-            state = HeadRows(self._recycled[slots], self._normed[slots])
-            one_call = isinstance(self._head, ChainsInOneCall) and self._first == 0
-            if one_call and self._choice.takes_best(names):
+            state = HeadRows(self._recycled.index_select(0, slots), self._normed.index_select(0, slots))
+            if self._one_call is not None and self._choice.takes_best(names):
                 counts = [wanted[i] for i in active]
-                chains = greedy_chains(table, self._head, self._pool, names, counts, state)
+                chains = greedy_chains(table, self._one_call, self._pool, names, counts, state)
                 for i, chain in zip(active, chains, strict=True):
                     drafts[i] = chain
                 active = []
@@ -169,7 +174,9 @@ class HiddenStateDrafter:
 
         slots = [request.slot for request in requests]
         index = torch.tensor(slots, device=self._head.device)
-        state = HeadRows(self._recycled[index], self._normed[index])
+        state = HeadRows(self._recycled.index_select(0, index), self._normed.index_select(0, index))
+        if self._one_call is not None and self._shape.fixed is None and self._choice.takes_best(slots):
+            return greedy_trees(self._table, self._one_call, self._pool, slots, wanted, self._shape, state)
         return grow_trees(self._table, slots, wanted, self._shape, state, expand, self._choice)
 
     def _goal(self, progress: TargetProgress) -> int:
@@ -183,13 +190,10 @@ class HiddenStateDrafter:
     def _consume(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
         """Runs the head over the pairs that became complete, and keeps what later pairs will need."""
         features = hidden.features(self.hidden_layers)  # [T, F]
-        num_rows = len(features)
+        num_rows, zeros = len(features), len(features) + len(progress)
         rows: list[SequenceRows] = []
-        wanted: list[
-            np.ndarray
-        ] = []  # of `sources`: the step's rows, each sequence's state before them, zeros
+        wanted: list[int] = []  # of `features`, then each sequence's state before them, then zeros
         reached: list[TargetProgress] = []
-        kept = [p.slot for p in progress]
         for place, p in enumerate(progress):
             start, goal = max(int(self._computed[p.slot]), self._first), self._goal(p)
             if (
@@ -197,44 +201,35 @@ class HiddenStateDrafter:
             ):  # past a limit of its own, which ends its use for the sequence
                 self._ready[p.slot] = False
                 continue
-            predecessors = (
-                np.arange(start - 1, goal - 1) - p.first
-            )  # into p.rows; -1: before this step's first
-            index = p.rows[np.maximum(predecessors, 0)]
-            index = np.where(predecessors >= 0, index, num_rows + (len(progress) if start == 0 else place))
-            wanted.append(index)
+            if start == p.first:  # its predecessor was computed before this step
+                wanted.append(zeros if start == 0 else num_rows + place)
+            wanted += p.rows[max(start - 1 - p.first, 0) : goal - 1 - p.first].tolist()
             rows.append(SequenceRows(p.slot, start, goal - start))
             reached.append(p)
         if rows:
-            self._run(rows, reached, features, kept, np.concatenate(wanted))
+            sources = features
+            if max(wanted) >= num_rows:
+                kept = torch.tensor([p.slot for p in progress], device=features.device)
+                before = self._before.index_select(0, kept).to(features.dtype)
+                sources = torch.cat([features, before, features.new_zeros(1, features.shape[1])])
+            pairs = sources.index_select(0, torch.tensor(wanted, device=features.device))
+            self._run(rows, reached, pairs)
         self._keep(progress, features)
 
-    def _run(
-        self,
-        rows: list[SequenceRows],
-        reached: list[TargetProgress],
-        features: torch.Tensor,
-        kept: list[int],
-        wanted: np.ndarray,
-    ) -> None:
-        device = features.device
-        sources = features
-        if int(wanted.max()) >= len(features):
-            before = self._before[torch.tensor(kept, device=device)].to(features.dtype)
-            sources = torch.cat([features, before, features.new_zeros(1, features.shape[1])])
-        pairs = sources.index_select(0, torch.from_numpy(wanted).to(device))
-        batch = self._batch(rows)
-        result = self._head.forward(batch, pairs, self._pool, self._attention, recycled=False)
-        ends = batch.attention.qo_indptr[1:].astype(np.int64) - 1
-        slots = [row.slot for row in rows]
+    def _run(self, rows: list[SequenceRows], reached: list[TargetProgress], pairs: torch.Tensor) -> None:
+        """One pass over `rows` with features pairs [rows, F]; what it gives at each sequence's end is kept."""
+        result = self._head.forward(self._batch(rows), pairs, self._pool, self._attention, recycled=False)
+        ends = list(accumulate(row.num_known for row in rows))
         for row, p in zip(rows, reached, strict=True):
             self._computed[row.slot] = row.first + row.num_known
             at_end = self._computed[row.slot] == self._table.num_tokens[row.slot]
             self._ready[row.slot] = at_end and p.num_known > p.num_computed
-        last = result.select(torch.from_numpy(ends).to(device))
-        index = torch.tensor(slots, device=device)
-        self._recycled[index] = last.recycled.to(self._recycled.dtype)
-        self._normed[index] = last.normed.to(self._normed.dtype)
+        device = pairs.device
+        if ends[-1] > len(ends):
+            result = result.select(torch.tensor([end - 1 for end in ends], device=device))
+        slots = torch.tensor([row.slot for row in rows], device=device)
+        self._recycled.index_copy_(0, slots, result.recycled.to(self._recycled.dtype))
+        self._normed.index_copy_(0, slots, result.normed.to(self._normed.dtype))
 
     def _keep(self, progress: Sequence[TargetProgress], features: torch.Tensor) -> None:
         """Features of page ends, for prefix hits, and of the last token of a chunk, for the next chunk."""

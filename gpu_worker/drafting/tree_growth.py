@@ -32,9 +32,13 @@ class TreeShape:
     max_children: int = 8  # of one node
     fixed: ProductTree | None = None  # None: dynamic
 
+    def levels(self, budget: int) -> int:
+        """Levels of a tree of at most `budget` nodes."""
+        return min(self.max_depth, budget)
+
     def width(self, budget: int) -> int:
         """Nodes that are expanded per level: all levels' together fit the pages that the budget reserves."""
-        return max(1, budget // max(1, self.max_depth - 1))
+        return max(1, budget // max(1, self.levels(budget) - 1))
 
 
 @dataclass
@@ -153,8 +157,8 @@ def grow_trees(
         index = torch.tensor(live, device=state.normed.device)
         roots = [[] for _ in live]
         _add_level(growing, live, [[-1]] * len(live), state.normed[index], roots, shape, choice)
-    for _ in range(shape.max_depth - 1):
-        live = [r for r in live if growing[r].beam]
+    for level in range(1, shape.max_depth):
+        live = [r for r in live if growing[r].beam and level < shape.levels(growing[r].budget)]
         if not live:
             break
         _expand_level(growing, live, state, shape, expand, choice)
@@ -164,14 +168,14 @@ def grow_trees(
         [[node.token for node in nodes] for nodes in kept],
         [[node.parent for node in nodes] for nodes in kept],
         table.device,
-        [_confidences(nodes) for nodes in kept],
+        [confidences([node.parent for node in nodes], [node.value for node in nodes]) for nodes in kept],
     )
 
 
-def _confidences(nodes: list[_Node]) -> list[float]:
-    """The draft's own probability of each node behind its parent."""
-    above = [0.0 if node.parent < 0 else nodes[node.parent].value for node in nodes]
-    return [math.exp(min(0.0, node.value - before)) for node, before in zip(nodes, above, strict=True)]
+def confidences(parents: Sequence[int], values: Sequence[float]) -> list[float]:
+    """The draft's own probability of each node behind its parent, from the nodes' values."""
+    above = [0.0 if parent < 0 else values[parent] for parent in parents]
+    return [math.exp(min(0.0, value - before)) for value, before in zip(values, above, strict=True)]
 
 
 def _expand_level(

@@ -167,13 +167,13 @@ class NativeDecoder:
         """
         crossing = marshal(batch, pool)
         hidden = torch.empty(batch.num_rows, self.shape.hidden_size)
-        layers = np.array(capture, dtype=np.int32)
-        captured = torch.empty(batch.num_rows, len(layers) * self.shape.hidden_size) if len(layers) else None
+        layers = (ctypes.c_int32 * len(capture))(*capture)
+        captured = torch.empty(batch.num_rows, len(capture) * self.shape.hidden_size) if capture else None
         rows = RowsStruct(
             None,
             0,
-            len(layers),
-            layers.ctypes.data,
+            len(capture),
+            ctypes.addressof(layers),
             hidden.data_ptr(),
             None,
             None if captured is None else captured.data_ptr(),
@@ -219,9 +219,15 @@ def marshal(batch: ForwardBatch, pool: NativeKVPool) -> MarshalledBatch:
     rows = [
         pointer(name, tensor, torch.int64, (num_rows,)) for name, tensor in zip(names, tensors, strict=True)
     ]
-    addresses = [array.ctypes.data for array in arrays] + [None] * (6 - len(arrays))
+    addresses = [address_of(array) for array in arrays] + [None] * (6 - len(arrays))
     struct = BatchStruct(num_requests, metadata.page_size, *rows, *addresses)
     return MarshalledBatch(struct, (*arrays, *tensors))
+
+
+def address_of(array: np.ndarray) -> int:
+    """Where the array's first element lies; its `ctypes` attribute gives the same, ten times slower."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def check_page_size(page_size: int, pool: NativeKVPool) -> None:

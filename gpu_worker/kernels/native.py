@@ -18,7 +18,7 @@ import torch
 
 from gpu_worker.errors import WorkerError
 
-_ABI_VERSION = 4
+_ABI_VERSION = 5
 _LIBRARY = Path(__file__).parent / "cpu" / "libdraftline_cpu.so"
 
 
@@ -140,6 +140,32 @@ class ChainStruct(ctypes.Structure):
     ]
 
 
+class TreeStruct(ctypes.Structure):
+    """DlTree."""
+
+    _fields_ = [
+        ("num_sequences", c_int64),
+        ("max_nodes", c_int64),
+        ("page_size", c_int64),
+        ("hidden", c_void_p),
+        ("normed", c_void_p),
+        ("lengths", c_void_p),
+        ("page_indptr", c_void_p),
+        ("page_indices", c_void_p),
+        ("budgets", c_void_p),
+        ("max_depth", c_int32),
+        ("max_children", c_int32),
+        ("lm_head", c_void_p),
+        ("target_ids", c_void_p),
+    ]
+
+
+class TreeOutStruct(ctypes.Structure):
+    """DlTreeOut."""
+
+    _fields_ = [("tokens", c_void_p), ("parents", c_void_p), ("values", c_void_p), ("counts", c_void_p)]
+
+
 _HANDLE, _ARRAY, _STATUS = c_void_p, c_void_p, c_int32
 _POINTER = ctypes.POINTER
 _PRODUCT = (_HANDLE, _HANDLE, c_int32, c_int32, _ARRAY, c_int64)
@@ -171,6 +197,10 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "dl_model_destroy": (None, (_HANDLE,)),
     "dl_model_forward": (_STATUS, (_HANDLE, _HANDLE, _HANDLE, _POINTER(BatchStruct), _POINTER(RowsStruct))),
     "dl_model_chain": (_STATUS, (_HANDLE, _HANDLE, _HANDLE, _POINTER(ChainStruct), _ARRAY)),
+    "dl_model_tree": (
+        _STATUS,
+        (_HANDLE, _HANDLE, _HANDLE, _POINTER(TreeStruct), _POINTER(TreeOutStruct)),
+    ),
 }
 
 
@@ -254,6 +284,8 @@ def isa() -> str:
 
 def pointer(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> int:
     """Address of a contiguous CPU tensor of exactly this dtype and shape. Raises KernelError naming what differs."""
+    if tensor.dtype is dtype and tensor.shape == shape and tensor.is_cpu and tensor.is_contiguous():
+        return tensor.data_ptr()  # nearly always, several times a step
     if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
         raise KernelError(f"{name}: {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}")
     if tensor.device.type != "cpu" or not tensor.is_contiguous():

@@ -28,7 +28,7 @@ from gpu_worker.sampling.logits import LogitsProcessor, Rows
 from gpu_worker.sampling.logprobs import raw_logprobs, rows_of
 from gpu_worker.sampling.random import Purpose, coupled_keys, round_keys
 from gpu_worker.sampling.slot_states import Int64Array, SlotStates, to_tensor
-from gpu_worker.sampling.tree_walk import HostTree
+from gpu_worker.sampling.tree_walk import HostTree, longest_paths
 from shared_mem.enums import AcceptanceRule
 from shared_mem.records import Logprobs, SamplingRecord
 
@@ -108,9 +108,11 @@ class Sampler:
             return Verification(
                 [0] * n, [[root] for root in range(n)], [[token] for token in best.tolist()], [None] * n
             )
-        host = HostTree.of(tree)
-        decision = follow_drawn(host, np.arange(len(host.roots)), best.cpu().numpy())
-        return _verification(host, decision.last_nodes, decision.tokens, [None] * len(host.roots))
+        drawn = best.tolist()
+        paths = longest_paths(tree.host, drawn)
+        tokens = tree.host.tokens
+        emitted = [[*(tokens[node] for node in path[1:]), drawn[path[-1]]] for path in paths]
+        return Verification([len(path) - 1 for path in paths], paths, emitted, [None] * len(paths))
 
     def verify(
         self, tree: DraftTree, logits: torch.Tensor, slots: Integers, num_tokens: Integers
@@ -144,9 +146,7 @@ class Sampler:
 
     def proposes_best(self, slots: list[int]) -> bool:
         """Whether `propose` would only take the best id of each of these slots' draft logits."""
-        parameters = self._states.parameters[slots]
-        by_bound = np.isin(parameters["rule"], (AcceptanceRule.TYPICAL, AcceptanceRule.THRESHOLD))
-        return bool(((parameters["greedy"] | by_bound) & ~parameters["adjusts"]).all())
+        return self._states.draws_drafts.isdisjoint(slots)
 
     def propose(
         self, logits: torch.Tensor, slots: list[int], positions: list[int], drafted: list[list[int]]

@@ -35,6 +35,8 @@ _PARAMETERS = np.dtype(
     align=True,
 )
 
+_BY_BOUND = (AcceptanceRule.TYPICAL, AcceptanceRule.THRESHOLD)
+
 
 def to_tensor(column: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
     """A device copy of an array, which may be one field of a structured array."""
@@ -59,6 +61,8 @@ class SlotStates:
         self.parameters = np.zeros(num_slots, dtype=_PARAMETERS)
         # Slots of which more than the best id matters: drawn at random, adjusted or with log-probabilities.
         self.needs_logits: set[int] = set()
+        # Slots whose drafts are more than the draft's best id: drawn at random, or from adjusted logits.
+        self.draws_drafts: set[int] = set()
         self.penalties: dict[int, Penalties] = {}
         self.bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # ids [b] int64, values [b] float32
         self.end_ids: dict[int, torch.Tensor] = {}  # [e] int64, only where min_tokens bans them
@@ -100,6 +104,8 @@ class SlotStates:
         )
         if record.temperature > 0 or adjusts or record.num_logprobs >= 0:
             self.needs_logits.add(slot)
+        if adjusts or (record.temperature > 0 and record.acceptance_rule not in _BY_BOUND):
+            self.draws_drafts.add(slot)
         if penalised:
             tokens = torch.as_tensor(np.asarray(token_ids, dtype=np.int64), device=self._device)
             in_prompt = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
@@ -124,6 +130,7 @@ class SlotStates:
     def release(self, slot: int) -> None:
         """Forgets the slot's sequence; a slot that holds none is left as it is."""
         self.needs_logits.discard(slot)
+        self.draws_drafts.discard(slot)
         self.penalties.pop(slot, None)
         self.bias.pop(slot, None)
         self.end_ids.pop(slot, None)

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.draft_tree import DraftTree
+from gpu_worker.draft_tree import DraftTree, HostNodes
 from gpu_worker.sampling.slot_states import Int64Array
+
+
+def longest_paths(nodes: HostNodes, drawn: list[int]) -> list[list[int]]:
+    """Per request the nodes from its root on, as long as the token drawn at a node is one of its children's.
+
+    drawn [N]: the target's token at every node. The same as acceptance.follow_drawn, for all requests of a greedy step.
+    """
+    paths: list[list[int]] = []
+    for begin, end in pairwise(nodes.indptr):
+        path, node = [begin], begin
+        for child in range(begin + 1, end):  # children come behind their parents
+            if nodes.parents[child] == node and nodes.tokens[child] == drawn[node]:
+                path.append(child)
+                node = child
+        paths.append(path)
+    return paths
 
 
 @dataclass(frozen=True)

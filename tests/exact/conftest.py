@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpu_worker.kernels import native
+from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.models.base import CausalLM
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
 from tests.harness.engine import InProcessEngine
+from tests.models import make_tiny_llama
 
 NUM_TOKENS = 48
+# One layer more than the draft; sizes that are no multiples of the kernels' blocks are in the kernels' own tests.
+SIZES = {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +41,23 @@ def references(tiny: CausalLM, prompts: list[list[int]]) -> dict[tuple[int, ...]
     engine = InProcessEngine(tiny)
     ids = engine.generate(prompts, max_tokens=NUM_TOKENS)
     return {tuple(prompt): generated for prompt, generated in zip(prompts, ids, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def native_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's directory."""
+    return make_tiny_llama(tmp_path_factory.mktemp("native"), **SIZES)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", params=["int8", "bfloat16"])
+def native_model(request: pytest.FixtureRequest, native_dir: Path) -> CausalLM:
+    """A tiny model on the CPU kernels, two threads."""
+    kernels = native.load()
+    if kernels is None:
+        pytest.skip("installed without a C++ compiler")
+    return load_model(
+        resolve_model(str(native_dir)), request.param, torch.device("cpu"), ThreadTeam(kernels, 2)
+    )
 
 
 @pytest.fixture

@@ -158,6 +158,9 @@ void dl_model_destroy(DlModel* model) { delete model; }
 int32_t dl_model_forward(DlModel* model, DlTeam* team, DlPool* pool, const DlBatch* batch, const DlRows* rows) {
   return guarded([&] { model->forward(team->team, *pool, *batch, *rows); });
 }
+int32_t dl_model_tree(DlModel* model, DlTeam* team, DlPool* pool, const DlTree* tree, const DlTreeOut* out) {
+  return guarded([&] { model->run_tree(team->team, *pool, *tree, *out); });
+}
 int32_t dl_model_chain(DlModel* model, DlTeam* team, DlPool* pool, const DlChain* chain, int64_t* tokens_out) {
   return guarded([&] { model->run_chain(team->team, *pool, *chain, tokens_out); });
 }

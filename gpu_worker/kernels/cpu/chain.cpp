@@ -92,19 +92,23 @@ class ChainBatch {
 
 }  // namespace
 
-void DlModel::check_chain(const DlChain& chain) const {
-  require(draft_input_.has_value(), "chain: only draft heads run chains");
-  require(chain.page_size >= 1, "page_size: " + number(chain.page_size) + " is not positive");
-  require(chain.lm_head->k == desc_.hidden,
-          "lm_head: of " + number(chain.lm_head->k) + " inputs, expected " + number(desc_.hidden));
-  check_group(chain.lm_head->format, desc_.activation_group);
-  for (int64_t i = 0; chain.target_ids != nullptr && i < chain.lm_head->n; i++) {
-    const int64_t id = chain.target_ids[i];
+void DlModel::check_output(const DlLinear& lm_head, const int64_t* target_ids) const {
+  require(lm_head.k == desc_.hidden,
+          "lm_head: of " + number(lm_head.k) + " inputs, expected " + number(desc_.hidden));
+  check_group(lm_head.format, desc_.activation_group);
+  for (int64_t i = 0; target_ids != nullptr && i < lm_head.n; i++) {
+    const int64_t id = target_ids[i];
     if (id >= 0 && id < desc_.vocab) continue;  // thousands of them: no message is made for those that are right
     throw Error("target_ids: " + number(id) + " is not in 0.." + number(desc_.vocab - 1));
   }
-  require(chain.target_ids != nullptr || chain.lm_head->n <= desc_.vocab,
-          "lm_head: " + number(chain.lm_head->n) + " columns, the embedding has " + number(desc_.vocab) + " rows");
+  require(target_ids != nullptr || lm_head.n <= desc_.vocab,
+          "lm_head: " + number(lm_head.n) + " columns, the embedding has " + number(desc_.vocab) + " rows");
+}
+
+void DlModel::check_chain(const DlChain& chain) const {
+  require(draft_input_.has_value(), "chain: only draft heads run chains");
+  require(chain.page_size >= 1, "page_size: " + number(chain.page_size) + " is not positive");
+  check_output(*chain.lm_head, chain.target_ids);
   for (int64_t d = 0; d < chain.num_sequences; d++) {
     const std::string sequence = " of sequence " + number(d);
     const int64_t steps = chain.counts[d], last = chain.kv_lens[d] + steps - 1;

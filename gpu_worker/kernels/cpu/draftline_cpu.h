@@ -8,7 +8,7 @@
 #define DL_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change to a struct or signature below; the loader refuses a library with another number.
-constexpr int32_t kDlAbiVersion = 4;
+constexpr int32_t kDlAbiVersion = 5;
 
 typedef struct DlTeam DlTeam;
 typedef struct DlLinear DlLinear;
@@ -113,6 +113,33 @@ typedef struct DlChain {
   const int64_t* target_ids;    // [columns of lm_head]: the ids that they stand for; null: their own numbers
 } DlChain;
 
+// Where D sequences stand before their dynamic trees grow. The rows of a tree take the KV slots lengths[d] and on, at
+// most budgets[d] of them, and rotary positions by their depth.
+typedef struct DlTree {
+  int64_t num_sequences;
+  int64_t max_nodes;            // the most of any budget
+  int64_t page_size;
+  const float* hidden;          // [D, hidden], recycled: the head's outputs at the last known token
+  const float* normed;          // [D, hidden], what the output head reads there
+  const int32_t* lengths;       // [D] known tokens
+  const int32_t* page_indptr;   // [D + 1]
+  const int32_t* page_indices;  // [page_indptr[D]]
+  const int32_t* budgets;       // [D] nodes behind the root, 0..max_nodes
+  int32_t max_depth;
+  int32_t max_children;         // of one node, at most 64
+  const DlLinear* lm_head;
+  const int64_t* target_ids;    // as in DlChain
+} DlTree;
+
+// [D, max_nodes] each: the nodes behind a root, parents first; parents index them, -1: the root. values: the sum of the
+// draft's log-probabilities down to the node.
+typedef struct DlTreeOut {
+  int64_t* tokens;
+  int32_t* parents;
+  double* values;
+  int32_t* counts;  // [D] nodes of each sequence
+} DlTreeOut;
+
 DL_API int32_t dl_abi_version();
 DL_API const char* dl_last_error();
 DL_API int32_t dl_best_isa();
@@ -165,3 +192,4 @@ DL_API void dl_model_destroy(DlModel* model);
 DL_API int32_t dl_model_forward(DlModel* model, DlTeam* team, DlPool* pool, const DlBatch* batch, const DlRows* rows);
 // tokens_out [D, num_steps]: each step's token, -1 from a sequence's count on.
 DL_API int32_t dl_model_chain(DlModel* model, DlTeam* team, DlPool* pool, const DlChain* chain, int64_t* tokens_out);
+DL_API int32_t dl_model_tree(DlModel* model, DlTeam* team, DlPool* pool, const DlTree* tree, const DlTreeOut* out);

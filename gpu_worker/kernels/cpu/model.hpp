@@ -15,6 +15,8 @@ struct DlModel {
   void forward(dl::Team& team, const DlPool& pool, const DlBatch& batch, const DlRows& rows);
   // See DlChain. Nothing has run when it throws.
   void run_chain(dl::Team& team, const DlPool& pool, const DlChain& chain, int64_t* tokens_out);
+  // See DlTree. Nothing has run when it throws.
+  void run_tree(dl::Team& team, const DlPool& pool, const DlTree& tree, const DlTreeOut& out);
 
  private:
   // One thread's way through the layers.
@@ -24,6 +26,9 @@ struct DlModel {
   void check_draft_input() const;
   void check(const DlPool& pool, const DlBatch& batch, const DlRows& rows) const;
   void check_chain(const DlChain& chain) const;
+  void check_tree(const DlTree& tree) const;
+  // An output head for this model, and the ids that its columns stand for (null: their own numbers).
+  void check_output(const DlLinear& lm_head, const int64_t* target_ids) const;
   // Layer 0's qkv reads the draft head's pair of embedding and features.
   bool pairs_enter_qkv() const { return draft_input_.has_value() && draft_input_->combine == nullptr; }
   void embed(int64_t row, float* to) const;

@@ -9,7 +9,7 @@ import torch
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.forward_batch import ForwardBatch
 from gpu_worker.kernels.decoder import DecoderLayerWeights, DecoderShape
-from gpu_worker.kernels.draft_head import ChainStart, DraftHeadWeights
+from gpu_worker.kernels.draft_head import ChainStart, DraftHeadWeights, GrownTrees, TreeStart
 from gpu_worker.kernels.draft_head import NativeDraftHead as HeadKernels
 from gpu_worker.kernels.kv_pool import NativeKVPool
 from gpu_worker.kernels.linear import PackedLinear, WeightFormat
@@ -90,6 +90,10 @@ class NativeDraftHead:
     def chain(self, start: ChainStart, pool: NativeKVPool) -> torch.Tensor:
         """Greedy drafts of D sequences, [D, most steps] target ids: bit for bit `forward` and argmax step by step."""
         return self._head.chain(start, pool, self._team, self.output.linear, self.token_ids)
+
+    def tree(self, start: TreeStart, pool: NativeKVPool) -> GrownTrees:
+        """Dynamic trees of D sequences: bit for bit `forward` and topk level by level."""
+        return self._head.tree(start, pool, self._team, self.output.linear, self.token_ids)
 
 
 class _Packer:

@@ -1,0 +1,230 @@
+// A dynamic draft tree per sequence in one call (EAGLE-2, arXiv 2406.16858, sections 4.1 and 4.2): expand the most
+// probable nodes level by level, then keep the best of all. gpu_worker/drafting/tree_growth.py does the same in steps.
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "error.hpp"
+#include "head.hpp"
+#include "model.hpp"
+
+using namespace dl;
+
+namespace {
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+struct Node {
+  int64_t token;
+  int32_t parent;  // index of an earlier node; -1: the root
+  int32_t depth;   // 1 behind the root
+  double value;    // sum of the draft's log-probabilities down to it
+};
+
+// One sequence's tree while it grows.
+struct Growing {
+  int32_t sequence;
+  int64_t length;  // known tokens: index and position of the first draft token
+  int32_t budget, levels, width;
+  std::vector<Node> nodes;
+  std::vector<int32_t> expanded;  // nodes, in order of expansion: the head's rows
+  size_t beam = 0;                // how many of them are the newest level's
+  std::vector<float> outputs;     // [rows that ran, hidden]: what the head gave to recycle
+
+  // The most valuable `width` of the nodes from `first` on are expanded next, in order of their numbers.
+  void choose_beam(size_t first) {
+    std::vector<int32_t> candidates(nodes.size() - first);
+    std::iota(candidates.begin(), candidates.end(), static_cast<int32_t>(first));
+    std::stable_sort(candidates.begin(), candidates.end(),
+                     [&](int32_t a, int32_t b) { return nodes[a].value > nodes[b].value; });
+    candidates.resize(std::min(candidates.size(), static_cast<size_t>(width)));
+    std::sort(candidates.begin(), candidates.end());
+    beam = candidates.size();
+    expanded.insert(expanded.end(), candidates.begin(), candidates.end());
+  }
+
+  // Nodes to verify, parents first; parents count among them.
+  std::vector<Node> best() const {
+    std::vector<int32_t> order(nodes.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+      if (nodes[a].value != nodes[b].value) return nodes[a].value > nodes[b].value;
+      return nodes[a].depth < nodes[b].depth;
+    });
+    order.resize(std::min(order.size(), static_cast<size_t>(budget)));
+    std::sort(order.begin(), order.end());
+    std::vector<int32_t> place(nodes.size(), -1);
+    std::vector<Node> kept;
+    for (const int32_t node : order) {
+      place[node] = static_cast<int32_t>(kept.size());
+      kept.push_back(nodes[node]);
+      if (kept.back().parent >= 0) kept.back().parent = place[kept.back().parent];
+    }
+    return kept;
+  }
+};
+
+// All trees that still grow, as one batch: every level runs the nodes expanded before it once more.
+class TreeBatch {
+ public:
+  TreeBatch(const DlTree& tree, int64_t hidden) : tree_(tree), hidden_(hidden) {}
+
+  void build(const std::vector<Growing*>& live) {
+    tokens_.clear(), positions_.clear(), slots_.clear(), kv_lens_.clear(), pages_.clear(), ancestors_.clear();
+    row_indptr_.assign(1, 0), page_indptr_.assign(1, 0), tree_indptr_.assign(1, 0);
+    features_.clear();
+    for (const Growing* g : live) add(*g);
+    const auto values = tokens_.size() * static_cast<size_t>(hidden_);
+    normed.resize(values);
+    recycled.resize(values);
+  }
+  DlBatch batch() const {
+    return {static_cast<int64_t>(kv_lens_.size()), tree_.page_size,     tokens_.data(), positions_.data(),
+            slots_.data(),                         row_indptr_.data(),  kv_lens_.data(), page_indptr_.data(),
+            pages_.data(),                         tree_indptr_.data(), ancestors_.data()};
+  }
+  DlRows rows(bool recycles_normed) {
+    return {features_.data(), 1, 0, nullptr, normed.data(), recycles_normed ? nullptr : recycled.data(), nullptr};
+  }
+  int64_t first_row(size_t request) const { return row_indptr_[request]; }
+
+  std::vector<float> normed, recycled;  // [rows, hidden]
+
+ private:
+  void add(const Growing& g) {
+    const int32_t* pages = tree_.page_indices + tree_.page_indptr[g.sequence];
+    const auto width = static_cast<size_t>(hidden_);
+    std::vector<int32_t> place(g.nodes.size(), -1);  // of each node among the rows
+    for (size_t i = 0; i < g.expanded.size(); i++) {
+      const Node& node = g.nodes[g.expanded[i]];
+      place[g.expanded[i]] = static_cast<int32_t>(i);
+      const int64_t index = g.length + static_cast<int64_t>(i);
+      tokens_.push_back(node.token);
+      positions_.push_back(g.length + node.depth - 1);
+      slots_.push_back(pages[index / tree_.page_size] * tree_.page_size + index % tree_.page_size);
+      const float* from = node.parent < 0 ? tree_.hidden + g.sequence * hidden_
+                                          : g.outputs.data() + static_cast<size_t>(place[node.parent]) * width;
+      features_.insert(features_.end(), from, from + width);
+      const size_t begin = ancestors_.size();
+      for (int32_t n = g.expanded[i]; n >= 0; n = g.nodes[n].parent) ancestors_.push_back(place[n]);
+      std::reverse(ancestors_.begin() + static_cast<std::ptrdiff_t>(begin), ancestors_.end());
+      tree_indptr_.push_back(static_cast<int32_t>(ancestors_.size()));
+    }
+    const int64_t keys = g.length + static_cast<int64_t>(g.expanded.size());
+    const int64_t num_pages = (keys + tree_.page_size - 1) / tree_.page_size;
+    kv_lens_.push_back(static_cast<int32_t>(keys));
+    pages_.insert(pages_.end(), pages, pages + num_pages);
+    page_indptr_.push_back(static_cast<int32_t>(pages_.size()));
+    row_indptr_.push_back(static_cast<int32_t>(tokens_.size()));
+  }
+
+  const DlTree& tree_;
+  const int64_t hidden_;
+  std::vector<int64_t> tokens_, positions_, slots_;
+  std::vector<int32_t> kv_lens_, row_indptr_, page_indptr_, pages_, tree_indptr_, ancestors_;
+  std::vector<float> features_;
+};
+
+}  // namespace
+
+void DlModel::check_tree(const DlTree& tree) const {
+  require(draft_input_.has_value(), "tree: only draft heads grow trees");
+  require(tree.page_size >= 1, "page_size: " + number(tree.page_size) + " is not positive");
+  require(tree.max_depth >= 1 && tree.max_children >= 1 && tree.max_children <= 64,
+          "max_depth, max_children: " + number(tree.max_depth) + ", " + number(tree.max_children) +
+              " are not positive, or more than 64 children");
+  check_output(*tree.lm_head, tree.target_ids);
+  for (int64_t d = 0; d < tree.num_sequences; d++) {
+    const std::string sequence = " of sequence " + number(d);
+    require(tree.budgets[d] >= 0 && tree.budgets[d] <= tree.max_nodes,
+            "budgets: " + number(tree.budgets[d]) + sequence + " is not in 0.." + number(tree.max_nodes));
+    require(tree.lengths[d] >= 1, "lengths: " + number(tree.lengths[d]) + sequence + " leaves no root");
+    const int64_t pages = int64_t{tree.page_indptr[d + 1]} - tree.page_indptr[d];
+    const int64_t last = int64_t{tree.lengths[d]} + tree.budgets[d];
+    require(pages * tree.page_size >= last,
+            "page_indptr: " + number(pages) + " pages" + sequence + " do not hold " + number(last) + " keys");
+    require(last <= desc_.num_positions,
+            "lengths: " + number(tree.lengths[d]) + sequence + " and its drafts pass " + number(desc_.num_positions - 1));
+  }
+}
+
+void DlModel::run_tree(Team& team, const DlPool& pool, const DlTree& tree, const DlTreeOut& out) {
+  check_tree(tree);
+  const int64_t hidden = desc_.hidden;
+  const bool recycles_normed = draft_input_->recycles_normed != 0;
+  std::vector<Growing> all;
+  std::vector<Growing*> live;
+  int32_t most = 0;
+  for (int32_t d = 0; d < tree.num_sequences; d++) {
+    const int32_t budget = tree.budgets[d], levels = std::min(tree.max_depth, budget);
+    // all levels' expanded nodes together fit the slots that the budget reserves
+    all.push_back({d, tree.lengths[d], budget, levels, std::max(1, budget / std::max(1, levels - 1)), {}, {}, 0, {}});
+    most = std::max(most, budget);
+  }
+  for (Growing& g : all) {
+    if (g.budget > 0) live.push_back(&g);
+  }
+  const int32_t children = static_cast<int32_t>(
+      std::min<int64_t>({tree.max_children, most, tree.lm_head->n}));
+  TreeBatch batch(tree, hidden);
+  std::vector<float> parents;  // [nodes to get children, hidden], for the output head
+  std::vector<int64_t> columns;
+  std::vector<float> logits, lse;
+  for (const Growing* g : live) {
+    const float* from = tree.normed + g->sequence * hidden;
+    parents.insert(parents.end(), from, from + hidden);
+  }
+  for (int32_t level = 1; !live.empty(); level++) {
+    const auto rows = static_cast<int64_t>(parents.size()) / hidden;
+    columns.resize(static_cast<size_t>(rows) * children);
+    logits.resize(columns.size());
+    lse.resize(static_cast<size_t>(rows));
+    run_topk(*tree.lm_head, team, kernels_, desc_.activation_group, parents.data(), rows, children, columns.data(),
+             logits.data(), lse.data());
+    size_t row = 0;
+    std::vector<Growing*> next;
+    for (Growing* g : live) {
+      const size_t first = g->nodes.size();
+      const size_t beam = level == 1 ? 1 : g->beam;
+      for (size_t i = 0; i < beam; i++, row++) {
+        const int32_t parent = level == 1 ? -1 : g->expanded[g->expanded.size() - beam + i];
+        const double above = parent < 0 ? 0.0 : g->nodes[parent].value;
+        for (int32_t c = 0; c < children; c++) {
+          const size_t at = row * children + c;
+          const int64_t column = columns[at];
+          const int64_t token = tree.target_ids == nullptr ? column : tree.target_ids[column];
+          const float log_probability = logits[at] - lse[row];
+          g->nodes.push_back({token, parent, level, above + static_cast<double>(log_probability)});
+        }
+      }
+      if (level >= g->levels) continue;
+      g->choose_beam(first);
+      next.push_back(g);
+    }
+    live = next;
+    if (live.empty()) break;
+    batch.build(live);
+    const DlBatch pass = batch.batch();
+    forward(team, pool, pass, batch.rows(recycles_normed));
+    parents.clear();
+    const std::vector<float>& outputs = recycles_normed ? batch.normed : batch.recycled;
+    for (size_t r = 0; r < live.size(); r++) {
+      Growing* g = live[r];
+      const int64_t begin = batch.first_row(r) * hidden, end = batch.first_row(r + 1) * hidden;
+      g->outputs.assign(outputs.begin() + begin, outputs.begin() + end);
+      parents.insert(parents.end(), batch.normed.begin() + (end - static_cast<int64_t>(g->beam) * hidden),
+                     batch.normed.begin() + end);
+    }
+  }
+  for (const Growing& g : all) {
+    const std::vector<Node> kept = g.best();
+    out.counts[g.sequence] = static_cast<int32_t>(kept.size());
+    for (size_t i = 0; i < kept.size(); i++) {
+      const int64_t at = g.sequence * tree.max_nodes + static_cast<int64_t>(i);
+      out.tokens[at] = kept[i].token;
+      out.parents[at] = kept[i].parent;
+      out.values[at] = kept[i].value;
+    }
+  }
+}
