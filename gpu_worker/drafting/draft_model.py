@@ -9,6 +9,7 @@ the next round's first drafts are chosen.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,10 +19,12 @@ from gpu_worker.batching import SequenceRows, build_forward_batch
 from gpu_worker.draft_tree import DraftTree, chain_tree
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
+from gpu_worker.drafting.greedy_drafts import Grow, greedy_drafts
 from gpu_worker.drafting.tree_growth import TreeShape, grow_trees
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.base import CausalLM
 from gpu_worker.models.heads.base import HeadRows
+from gpu_worker.models.native import NativeCausalLM
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler
 from shared_mem.enums import SpeculationMethod
@@ -63,9 +66,11 @@ class DraftModelDrafter:
         self._table = table
         self._max_rows = max_rows
         self._shape = shape
-        self._choice = ChoiceOfDrafts(
-            model.output_head(draft_ids), draft_ids, vocab_size or model.config.vocab_size, sampler
-        )
+        output = model.output_head(draft_ids)
+        self._choice = ChoiceOfDrafts(output, draft_ids, vocab_size or model.config.vocab_size, sampler)
+        self._grow: Grow | None = None  # drafts it all in one call
+        if isinstance(model, NativeCausalLM) and (shape is None or shape.fixed is None):
+            self._grow = partial(model.tree, output=output, token_ids=draft_ids)
         self.max_context_tokens = model.config.max_position_embeddings
         num_slots = table.num_slots
         self._computed = np.zeros(num_slots, dtype=np.int64)  # leading tokens with valid draft KV
@@ -105,7 +110,15 @@ class DraftModelDrafter:
         """See Drafter.propose; a chain of g draft tokens costs g - 1 draft forward passes of one row each."""
         wanted = [self._room(request) for request in requests]
         slots = [request.slot for request in requests]
-        hidden = self._hidden[torch.tensor(slots, device=self._model.device)]
+        hidden = self._hidden.index_select(0, torch.tensor(slots, device=self._model.device))
+        if self._grow is not None and any(wanted) and self._choice.takes_best(slots):
+            tree = greedy_drafts(
+                self._table, self._grow, self._pool, slots, wanted, self._shape, hidden, None
+            )
+            if self._shape is None:
+                for slot, begin, end in zip(slots, tree.host.indptr, tree.host.indptr[1:], strict=False):
+                    self._fed[slot] = tree.host.tokens[begin + 1 : end - 1]
+            return tree
         if self._shape is None:
             return self._chains(slots, wanted, hidden)
 

@@ -20,7 +20,7 @@ from gpu_worker.batching import SequenceRows, build_forward_batch, hide_first_to
 from gpu_worker.draft_tree import DraftTree, chain_tree
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
-from gpu_worker.drafting.greedy_drafts import greedy_chains, greedy_trees
+from gpu_worker.drafting.greedy_drafts import greedy_drafts
 from gpu_worker.drafting.tree_growth import TreeShape, grow_trees
 from gpu_worker.forward_batch import ForwardBatch
 from gpu_worker.kv_pool import PagedPool
@@ -63,8 +63,10 @@ class HiddenStateDrafter:
         self._choice = ChoiceOfDrafts(head.output, head.token_ids, config.vocab_size, sampler)
         self._shape = shape
         self._first = 0 if config.attends_first_slot else 1  # the first slot with a pair
-        # Published heads do not attend slot 0, so their keys begin in the middle of a page.
-        self._one_call = head if isinstance(head, DraftsInOneCall) and self._first == 0 else None
+        # One call drafts it all, unless the shape is a fixed one, or keys begin in the middle of a page: published
+        # heads do not attend slot 0.
+        simple = self._first == 0 and (shape is None or shape.fixed is None)
+        self._grow = head.tree if simple and isinstance(head, DraftsInOneCall) else None
         slots, h, size = table.num_slots, config.hidden_size, config.feature_size
         device = head.device
         self._computed = np.zeros(slots, dtype=np.int64)  # leading tokens with valid draft KV
@@ -104,9 +106,16 @@ class HiddenStateDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> DraftTree:
         """See Drafter.propose."""
         wanted = [self._room(request) for request in requests]
+        slots = [request.slot for request in requests]
+        index = torch.tensor(slots, device=self._head.device)
+        state = HeadRows(self._recycled.index_select(0, index), self._normed.index_select(0, index))
+        if self._grow is not None and any(wanted) and self._choice.takes_best(slots):
+            return greedy_drafts(
+                self._table, self._grow, self._pool, slots, wanted, self._shape, state.normed, state.recycled
+            )
         if self._shape is not None:
-            return self._trees(requests, wanted)
-        return self._chains(requests, wanted)
+            return self._trees(slots, wanted, state)
+        return self._chains(slots, wanted, state)
 
     def _room(self, request: DraftRequest) -> int:
         """Draft tokens that this request can get."""
@@ -119,27 +128,17 @@ class HiddenStateDrafter:
             room += 1  # a chain's last token is not run
         return max(0, min(request.num_draft_tokens, room))
 
-    def _chains(self, requests: Sequence[DraftRequest], wanted: list[int]) -> DraftTree:
-        table = self._table
-        drafts: list[list[int]] = [[] for _ in requests]
-        laws: list[list[torch.Tensor]] = [[] for _ in requests]
-        active = [i for i, count in enumerate(wanted) if count > 0]
-        if active:
-            names = [requests[i].slot for i in active]
-            slots = torch.tensor(names, device=self._head.device)
-            state = HeadRows(self._recycled.index_select(0, slots), self._normed.index_select(0, slots))
-            if self._one_call is not None and self._choice.takes_best(names):
-                counts = [wanted[i] for i in active]
-                chains = greedy_chains(table, self._one_call, self._pool, names, counts, state)
-                for i, chain in zip(active, chains, strict=True):
-                    drafts[i] = chain
-                active = []
-        for step in range(max((wanted[i] for i in active), default=0)):
+    def _chains(self, slots: list[int], wanted: list[int], state: HeadRows) -> DraftTree:
+        table, device = self._table, self._head.device
+        drafts: list[list[int]] = [[] for _ in slots]
+        laws: list[list[torch.Tensor]] = [[] for _ in slots]
+        active = list(range(len(slots)))  # the requests that `state` has rows of
+        for step in range(max(wanted, default=0)):
             still = [j for j, i in enumerate(active) if wanted[i] > step]
             if len(still) < len(active):
-                state = state.select(torch.tensor(still, device=self._head.device))
+                state = state.select(torch.tensor(still, device=device))
                 active = [active[j] for j in still]
-            names = [requests[i].slot for i in active]
+            names = [slots[i] for i in active]
             if step:
                 state = self._step(names, [drafts[i][-1] for i in active], step - 1, state)
             positions = [int(table.num_tokens[slot]) + step for slot in names]
@@ -148,7 +147,7 @@ class HiddenStateDrafter:
                 drafts[i].append(tokens[j])
                 if q is not None:
                     laws[i].append(q[j])
-        roots = [int(table.known(request.slot)[-1]) for request in requests]
+        roots = [int(table.known(slot)[-1]) for slot in slots]
         return chain_tree(roots, drafts, table.device).with_laws(laws)
 
     def _step(self, slots: list[int], tokens: list[int], offset: int, state: HeadRows) -> HeadRows:
@@ -166,17 +165,12 @@ class HiddenStateDrafter:
         batch = build_forward_batch(self._table, rows)
         return batch if self._first == 0 else hide_first_token(batch, self._table, rows)
 
-    def _trees(self, requests: Sequence[DraftRequest], wanted: list[int]) -> DraftTree:
+    def _trees(self, slots: list[int], wanted: list[int], state: HeadRows) -> DraftTree:
         assert self._shape is not None, "chains otherwise"
 
         def expand(rows: list[SequenceRows], recycled: torch.Tensor) -> HeadRows:
             return self._head.forward(self._batch(rows), recycled, self._pool, self._attention, recycled=True)
 
-        slots = [request.slot for request in requests]
-        index = torch.tensor(slots, device=self._head.device)
-        state = HeadRows(self._recycled.index_select(0, index), self._normed.index_select(0, index))
-        if self._one_call is not None and self._shape.fixed is None and self._choice.takes_best(slots):
-            return greedy_trees(self._table, self._one_call, self._pool, slots, wanted, self._shape, state)
         return grow_trees(self._table, slots, wanted, self._shape, state, expand, self._choice)
 
     def _goal(self, progress: TargetProgress) -> int:

@@ -150,7 +150,7 @@ class NativeDecoder:
         self.shape = shape
         self._kernels = kernels
         self._description = describe(shape, embedding, cos, sin, layers, final_norm)
-        self._handle = kernels.create(
+        self.handle = kernels.create(
             "dl_model_create", ctypes.byref(self._description.struct), None, int(kernels.isa)
         )
 
@@ -180,7 +180,7 @@ class NativeDecoder:
         )
         self._kernels.call(
             "dl_model_forward",
-            self._handle.address,
+            self.handle.address,
             team.handle.address,
             pool.handle.address,
             ctypes.byref(crossing.struct),

@@ -10,31 +10,24 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from gpu_worker.forward_batch import ForwardBatch
 from gpu_worker.kernels.decoder import (
     DecoderLayerWeights,
     DecoderShape,
-    address_of,
-    check_page_size,
     describe,
-    int32_array,
     marshal,
     norm_pointer,
 )
+from gpu_worker.kernels.draft_trees import GrownTrees, TreeStart, grow
 from gpu_worker.kernels.kv_pool import NativeKVPool
 from gpu_worker.kernels.linear import PackedLinear
 from gpu_worker.kernels.native import (
-    ChainStruct,
     DraftInputStruct,
-    KernelError,
     NativeKernels,
     RowsStruct,
     ThreadTeam,
-    TreeOutStruct,
-    TreeStruct,
     pointer,
 )
 
@@ -59,53 +52,6 @@ class DraftHeadWeights:
     residual_is_normed: bool = False  # without combine: the residual stream begins as feature_norm(f')
     final_norm: torch.Tensor | None = None
     recycles_normed: bool = False  # the next step's features are the output after final_norm, not before
-
-
-@dataclass(frozen=True)
-class ChainStart:
-    """Where D sequences stand before the first step of a chain; arrays are numpy, int32.
-
-    Step s of a sequence runs its newest token at position positions + s. It writes the KV slot of index kv_lens + s - 1
-    of its pages and attends the kv_lens + s slots up to it, so kv_lens counts the first step's own slot and the pages
-    must hold kv_lens + counts - 1.
-    """
-
-    input_ids: torch.Tensor  # [D] int64
-    hidden: torch.Tensor  # [D, h] float32, recycled
-    positions: torch.Tensor  # [D] int64
-    page_size: int
-    kv_lens: np.ndarray  # [D]
-    page_indptr: np.ndarray  # [D + 1]
-    page_indices: np.ndarray  # [page_indptr[D]]
-    counts: np.ndarray  # [D] steps of each sequence; 0: none
-
-
-@dataclass(frozen=True)
-class TreeStart:
-    """Where D sequences stand before dynamic trees grow behind them; numpy arrays are int32.
-
-    A tree's rows take the KV slots lengths[d] .. lengths[d] + budgets[d] - 1 of its sequence's pages, which must hold
-    them, whatever their depth.
-    """
-
-    hidden: torch.Tensor  # [D, h] float32, recycled: the head's output at the last known token
-    normed: torch.Tensor  # [D, h] float32, what the output head reads there
-    page_size: int
-    lengths: np.ndarray  # [D] known tokens
-    page_indptr: np.ndarray  # [D + 1]
-    page_indices: np.ndarray  # [page_indptr[D]]
-    budgets: np.ndarray  # [D] nodes behind each root, at most
-    max_depth: int
-    max_children: int  # of one node
-
-
-@dataclass(frozen=True)
-class GrownTrees:
-    """Nodes behind the root of each of D sequences, parents first."""
-
-    tokens: list[list[int]]  # target ids
-    parents: list[list[int]]  # index among the sequence's nodes; -1: the root
-    values: list[list[float]]  # sum of the head's log-probabilities from the root down
 
 
 class NativeDraftHead:
@@ -195,57 +141,6 @@ class NativeDraftHead:
             )
         return residual, normed
 
-    def chain(
-        self,
-        start: ChainStart,
-        pool: NativeKVPool,
-        team: ThreadTeam,
-        lm_head: PackedLinear,
-        target_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Greedy drafts of D sequences in one call: tokens [D, g] int64, g = max(counts); -1 from a count on.
-
-        Each step is forward(recycled=True) and lm_head.argmax, bit for bit. lm_head may have a reduced vocabulary:
-        target_ids [Vd] int64 then gives the target's id of each of its columns. Sequences that are done drop out.
-
-        Raises KernelError for a start that names tokens, positions or slots that do not exist; nothing has run then.
-        """
-        check_page_size(start.page_size, pool)
-        num_sequences, h = len(start.input_ids), self.shape.hidden_size
-        arrays = [
-            int32_array("kv_lens", start.kv_lens, num_sequences),
-            int32_array("page_indptr", start.page_indptr, num_sequences + 1),
-            int32_array("page_indices", start.page_indices, len(start.page_indices)),
-            int32_array("counts", start.counts, num_sequences),
-        ]
-        if int(arrays[1][-1]) > len(arrays[2]):
-            raise KernelError(f"page_indptr: ends at {arrays[1][-1]}, there are {len(arrays[2])} pages")
-        ids = None
-        if target_ids is not None:
-            ids = pointer("target_ids", target_ids, torch.int64, (lm_head.out_features,))
-        num_steps = int(arrays[3].max(initial=0))
-        struct = ChainStruct(
-            num_sequences,
-            num_steps,
-            start.page_size,
-            pointer("input_ids", start.input_ids, torch.int64, (num_sequences,)),
-            pointer("hidden", start.hidden, torch.float32, (num_sequences, h)),
-            pointer("positions", start.positions, torch.int64, (num_sequences,)),
-            *map(address_of, arrays),
-            lm_head.handle.address,
-            ids,
-        )
-        tokens = torch.empty(num_sequences, num_steps, dtype=torch.int64)
-        self._kernels.call(
-            "dl_model_chain",
-            self._handle.address,
-            team.handle.address,
-            pool.handle.address,
-            ctypes.byref(struct),
-            tokens.data_ptr(),
-        )
-        return tokens
-
     def tree(
         self,
         start: TreeStart,
@@ -254,56 +149,8 @@ class NativeDraftHead:
         lm_head: PackedLinear,
         target_ids: torch.Tensor | None = None,
     ) -> GrownTrees:
-        """Dynamic trees of D sequences in one call; lm_head and target_ids as in `chain`.
-
-        The trees of drafting/tree_growth.py, whose passes and top-k these are, bit for bit. Raises KernelError for a
-        start that names slots or positions that do not exist; nothing has run then.
-        """
-        check_page_size(start.page_size, pool)
-        num_sequences, h = len(start.budgets), self.shape.hidden_size
-        arrays = [
-            int32_array("lengths", start.lengths, num_sequences),
-            int32_array("page_indptr", start.page_indptr, num_sequences + 1),
-            int32_array("page_indices", start.page_indices, len(start.page_indices)),
-            int32_array("budgets", start.budgets, num_sequences),
-        ]
-        if int(arrays[1][-1]) > len(arrays[2]):
-            raise KernelError(f"page_indptr: ends at {arrays[1][-1]}, there are {len(arrays[2])} pages")
-        ids = None
-        if target_ids is not None:
-            ids = pointer("target_ids", target_ids, torch.int64, (lm_head.out_features,))
-        most = int(arrays[3].max(initial=0))
-        struct = TreeStruct(
-            num_sequences,
-            most,
-            start.page_size,
-            pointer("hidden", start.hidden, torch.float32, (num_sequences, h)),
-            pointer("normed", start.normed, torch.float32, (num_sequences, h)),
-            *map(address_of, arrays),
-            start.max_depth,
-            start.max_children,
-            lm_head.handle.address,
-            ids,
-        )
-        tokens = np.empty((num_sequences, most), dtype=np.int64)
-        parents = np.empty((num_sequences, most), dtype=np.int32)
-        values = np.empty((num_sequences, most), dtype=np.float64)
-        counts = np.empty(num_sequences, dtype=np.int32)
-        out = TreeOutStruct(*map(address_of, (tokens, parents, values, counts)))
-        self._kernels.call(
-            "dl_model_tree",
-            self._handle.address,
-            team.handle.address,
-            pool.handle.address,
-            ctypes.byref(struct),
-            ctypes.byref(out),
-        )
-        sizes = counts.tolist()
-        return GrownTrees(
-            [row[:size] for row, size in zip(tokens.tolist(), sizes, strict=True)],
-            [row[:size] for row, size in zip(parents.tolist(), sizes, strict=True)],
-            [row[:size] for row, size in zip(values.tolist(), sizes, strict=True)],
-        )
+        """See draft_trees.grow."""
+        return grow(self._kernels, self._handle, start, pool, team, lm_head, target_ids)
 
 
 def residual_blocks(

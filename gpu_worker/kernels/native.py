@@ -121,25 +121,6 @@ class RowsStruct(ctypes.Structure):
     ]
 
 
-class ChainStruct(ctypes.Structure):
-    """DlChain."""
-
-    _fields_ = [
-        ("num_sequences", c_int64),
-        ("num_steps", c_int64),
-        ("page_size", c_int64),
-        ("input_ids", c_void_p),
-        ("hidden", c_void_p),
-        ("positions", c_void_p),
-        ("kv_lens", c_void_p),
-        ("page_indptr", c_void_p),
-        ("page_indices", c_void_p),
-        ("counts", c_void_p),
-        ("lm_head", c_void_p),
-        ("target_ids", c_void_p),
-    ]
-
-
 class TreeStruct(ctypes.Structure):
     """DlTree."""
 
@@ -196,7 +177,6 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "dl_model_create": (_HANDLE, (_POINTER(ModelStruct), _POINTER(DraftInputStruct), c_int32)),
     "dl_model_destroy": (None, (_HANDLE,)),
     "dl_model_forward": (_STATUS, (_HANDLE, _HANDLE, _HANDLE, _POINTER(BatchStruct), _POINTER(RowsStruct))),
-    "dl_model_chain": (_STATUS, (_HANDLE, _HANDLE, _HANDLE, _POINTER(ChainStruct), _ARRAY)),
     "dl_model_tree": (
         _STATUS,
         (_HANDLE, _HANDLE, _HANDLE, _POINTER(TreeStruct), _POINTER(TreeOutStruct)),

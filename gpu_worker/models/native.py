@@ -13,6 +13,7 @@ from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.errors import ModelError
 from gpu_worker.forward_batch import ForwardBatch
 from gpu_worker.kernels.decoder import DecoderLayerWeights, DecoderShape, NativeDecoder
+from gpu_worker.kernels.draft_trees import GrownTrees, TreeStart, grow
 from gpu_worker.kernels.kv_pool import NativeKVPool
 from gpu_worker.kernels.linear import BlockKind, PackedLinear, WeightFormat
 from gpu_worker.kernels.native import NativeKernels, ThreadTeam
@@ -140,6 +141,12 @@ class NativeCausalLM:
         """See CausalLM.output_head."""
         linear = self.lm_head if token_ids is None else self.lm_head.select(token_ids)
         return NativeOutputHead(linear, self.team, self.activation_group)
+
+    def tree(
+        self, start: TreeStart, pool: NativeKVPool, output: NativeOutputHead, token_ids: torch.Tensor | None
+    ) -> GrownTrees:
+        """Greedy chains or trees of this model's drafts, in one call; `output` is output_head(token_ids)."""
+        return grow(self.kernels, self._decoder.handle, start, pool, self.team, output.linear, token_ids)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See CausalLM.compute_logits."""

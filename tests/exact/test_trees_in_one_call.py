@@ -1,38 +1,42 @@
-"""A tree that one call of the kernels grows is, node by node and bit by bit, the tree grown level by level."""
+"""What one call of the kernels drafts is, node by node and bit by bit, what is drafted level by level."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from gpu_worker.draft_tree import DraftTree
 from gpu_worker.drafting.base import DraftRequest
+from gpu_worker.drafting.draft_model import DraftModelDrafter
 from gpu_worker.drafting.hidden_state import HiddenStateDrafter
 from gpu_worker.drafting.tree_growth import TreeShape
 from gpu_worker.models.base import CausalLM
+from shared_mem.enums import SpeculationMethod
 from tests.exact.drafted_engines import METHOD_OF_HEAD
 from tests.harness.engine import InProcessEngine
 from tests.harness.tiny_heads import tiny_head
 
-KINDS = ("eagle-full", "eagle3", "eagle3-normed", "mtp")
+KINDS = ("eagle-full", "eagle3", "eagle3-normed", "mtp", "draft-model", "draft-model-of-some-ids")
 
 
-def _compared(drafter: HiddenStateDrafter, seen: list[int]) -> None:
+def _compared(drafter: HiddenStateDrafter | DraftModelDrafter, seen: list[int]) -> None:
     """Makes the drafter propose in both ways."""
-    propose, one_call = drafter.propose, drafter._one_call
-    assert one_call is not None
+    propose, grow = drafter.propose, drafter._grow
+    assert grow is not None
 
     def both(requests: Sequence[DraftRequest]) -> DraftTree:
         at_once = propose(requests)
-        drafter._one_call = None
+        drafter._grow = None
         by_level = propose(requests)
-        drafter._one_call = one_call
+        drafter._grow = grow
         assert at_once.host == by_level.host
         assert at_once.confidences is not None
-        assert by_level.confidences is not None
-        assert at_once.confidences.tolist() == by_level.confidences.tolist()
+        if by_level.confidences is not None:  # not of chains
+            assert at_once.confidences.tolist() == by_level.confidences.tolist()
         seen.append(at_once.num_nodes - at_once.num_requests)
         return at_once
 
@@ -46,23 +50,31 @@ def _compared(drafter: HiddenStateDrafter, seen: list[int]) -> None:
         (TreeShape(max_depth=5), 15),
         (TreeShape(max_depth=6, max_children=2), 3),
         (TreeShape(max_depth=1), 5),
+        (None, 4),
+        (None, 7),
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_ways_give_the_same_tree(
+def test_both_ways_give_the_same_drafts(
     kind: str,
-    shape: TreeShape,
+    shape: TreeShape | None,
     budget: int,
     native_model: CausalLM,
     native_dir: Path,
     prompts: list[list[int]],
 ) -> None:
     """Batches that grow and shrink, budgets that the end of the context cuts."""
-    head = tiny_head(kind, native_model, native_dir)
-    method = METHOD_OF_HEAD[kind]
+    method = METHOD_OF_HEAD.get(kind, SpeculationMethod.DRAFT_MODEL)
+    parts: dict[str, Any]
+    if method is SpeculationMethod.DRAFT_MODEL:
+        parts = {"draft": native_model.truncated(1)}
+        if kind != "draft-model":
+            parts["draft_ids"] = torch.arange(0, native_model.config.vocab_size, 2)
+    else:
+        parts = {"heads": {method: tiny_head(kind, native_model, native_dir)}}
     engine = InProcessEngine(
         native_model,
-        heads={method: head},
+        **parts,
         tree=shape,
         num_draft_tokens=budget,
         max_context_tokens=72,
@@ -70,7 +82,7 @@ def test_both_ways_give_the_same_tree(
     )
     seen: list[int] = []
     drafter = engine.drafters[method]
-    assert isinstance(drafter, HiddenStateDrafter)
+    assert isinstance(drafter, HiddenStateDrafter | DraftModelDrafter)
     _compared(drafter, seen)
     for i, prompt in enumerate(prompts):
         engine.submit(prompt, max_tokens=min(72 - len(prompt), 14 + 6 * i))

@@ -161,6 +161,3 @@ int32_t dl_model_forward(DlModel* model, DlTeam* team, DlPool* pool, const DlBat
 int32_t dl_model_tree(DlModel* model, DlTeam* team, DlPool* pool, const DlTree* tree, const DlTreeOut* out) {
   return guarded([&] { model->run_tree(team->team, *pool, *tree, *out); });
 }
-int32_t dl_model_chain(DlModel* model, DlTeam* team, DlPool* pool, const DlChain* chain, int64_t* tokens_out) {
-  return guarded([&] { model->run_chain(team->team, *pool, *chain, tokens_out); });
-}

@@ -96,30 +96,13 @@ typedef struct DlRows {
   float* captured_out;             // [T, num_captured * hidden]: the residual stream after each of these layers
 } DlRows;
 
-// Greedy drafts of D sequences. Step s of a sequence runs its newest token at positions + s, attends kv_lens + s keys
-// and writes the last of those slots, all by the sequence's page table.
-typedef struct DlChain {
-  int64_t num_sequences;
-  int64_t num_steps;            // the most of any sequence
-  int64_t page_size;
-  const int64_t* input_ids;     // [D]
-  const float* hidden;          // [D, hidden], recycled
-  const int64_t* positions;     // [D]
-  const int32_t* kv_lens;       // [D], the first step's own slot included
-  const int32_t* page_indptr;   // [D + 1]
-  const int32_t* page_indices;  // [page_indptr[D]]
-  const int32_t* counts;        // [D] steps of each sequence, 0..num_steps
-  const DlLinear* lm_head;
-  const int64_t* target_ids;    // [columns of lm_head]: the ids that they stand for; null: their own numbers
-} DlChain;
-
 // Where D sequences stand before their dynamic trees grow. The rows of a tree take the KV slots lengths[d] and on, at
 // most budgets[d] of them, and rotary positions by their depth.
 typedef struct DlTree {
   int64_t num_sequences;
   int64_t max_nodes;            // the most of any budget
   int64_t page_size;
-  const float* hidden;          // [D, hidden], recycled: the head's outputs at the last known token
+  const float* hidden;          // [D, hidden], recycled: a head's outputs at the last known token; null: a decoder
   const float* normed;          // [D, hidden], what the output head reads there
   const int32_t* lengths;       // [D] known tokens
   const int32_t* page_indptr;   // [D + 1]
@@ -128,7 +111,7 @@ typedef struct DlTree {
   int32_t max_depth;
   int32_t max_children;         // of one node, at most 64
   const DlLinear* lm_head;
-  const int64_t* target_ids;    // as in DlChain
+  const int64_t* target_ids;    // [columns of lm_head]: the ids that they stand for; null: their own numbers
 } DlTree;
 
 // [D, max_nodes] each: the nodes behind a root, parents first; parents index them, -1: the root. values: the sum of the
@@ -190,6 +173,4 @@ DL_API int32_t dl_pool_read(const DlPool* pool, int64_t layer, const int64_t* sl
 DL_API DlModel* dl_model_create(const DlModelDesc* desc, const DlDraftInput* draft_input, int32_t isa);
 DL_API void dl_model_destroy(DlModel* model);
 DL_API int32_t dl_model_forward(DlModel* model, DlTeam* team, DlPool* pool, const DlBatch* batch, const DlRows* rows);
-// tokens_out [D, num_steps]: each step's token, -1 from a sequence's count on.
-DL_API int32_t dl_model_chain(DlModel* model, DlTeam* team, DlPool* pool, const DlChain* chain, int64_t* tokens_out);
 DL_API int32_t dl_model_tree(DlModel* model, DlTeam* team, DlPool* pool, const DlTree* tree, const DlTreeOut* out);

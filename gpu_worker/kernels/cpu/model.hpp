@@ -13,8 +13,6 @@ struct DlModel {
   // draft_input may be null.
   DlModel(const DlModelDesc& desc, const DlDraftInput* draft_input, const dl::Kernels& kernels);
   void forward(dl::Team& team, const DlPool& pool, const DlBatch& batch, const DlRows& rows);
-  // See DlChain. Nothing has run when it throws.
-  void run_chain(dl::Team& team, const DlPool& pool, const DlChain& chain, int64_t* tokens_out);
   // See DlTree. Nothing has run when it throws.
   void run_tree(dl::Team& team, const DlPool& pool, const DlTree& tree, const DlTreeOut& out);
 
@@ -25,7 +23,6 @@ struct DlModel {
   void check_layers() const;
   void check_draft_input() const;
   void check(const DlPool& pool, const DlBatch& batch, const DlRows& rows) const;
-  void check_chain(const DlChain& chain) const;
   void check_tree(const DlTree& tree) const;
   // An output head for this model, and the ids that its columns stand for (null: their own numbers).
   void check_output(const DlLinear& lm_head, const int64_t* target_ids) const;

@@ -1,5 +1,6 @@
 // A dynamic draft tree per sequence in one call (EAGLE-2, arXiv 2406.16858, sections 4.1 and 4.2): expand the most
 // probable nodes level by level, then keep the best of all. gpu_worker/drafting/tree_growth.py does the same in steps.
+// With one child a node it is a greedy chain.
 #include <algorithm>
 #include <numeric>
 #include <string>
@@ -21,6 +22,14 @@ struct Node {
   int32_t depth;   // 1 behind the root
   double value;    // sum of the draft's log-probabilities down to it
 };
+
+int32_t levels_of(const DlTree& tree, int32_t budget) { return std::min(tree.max_depth, budget); }
+
+// Nodes that are expanded per level: all levels' together fit the slots that the budget reserves.
+int32_t width_of(const DlTree& tree, int32_t budget) {
+  if (tree.max_children == 1) return 1;
+  return std::max(1, budget / std::max(1, levels_of(tree, budget) - 1));
+}
 
 // One sequence's tree while it grows.
 struct Growing {
@@ -65,10 +74,13 @@ struct Growing {
   }
 };
 
-// All trees that still grow, as one batch: every level runs the nodes expanded before it once more.
+// All trees that still grow, as one batch. Every level runs the nodes expanded before it once more; only a chain's lie
+// in the slots of their tokens, so that its newest row finds them there.
 class TreeBatch {
  public:
-  TreeBatch(const DlTree& tree, int64_t hidden) : tree_(tree), hidden_(hidden) {}
+  // with_features: the model is a draft head; else a decoder, which reads tokens alone.
+  TreeBatch(const DlTree& tree, int64_t hidden, bool with_features)
+      : tree_(tree), hidden_(hidden), with_features_(with_features), chains_(tree.max_children == 1) {}
 
   void build(const std::vector<Growing*>& live) {
     tokens_.clear(), positions_.clear(), slots_.clear(), kv_lens_.clear(), pages_.clear(), ancestors_.clear();
@@ -85,7 +97,8 @@ class TreeBatch {
             pages_.data(),                         tree_indptr_.data(), ancestors_.data()};
   }
   DlRows rows(bool recycles_normed) {
-    return {features_.data(), 1, 0, nullptr, normed.data(), recycles_normed ? nullptr : recycled.data(), nullptr};
+    return {with_features_ ? features_.data() : nullptr, with_features_ ? 1 : 0, 0, nullptr, normed.data(),
+            recycles_normed ? nullptr : recycled.data(), nullptr};
   }
   int64_t first_row(size_t request) const { return row_indptr_[request]; }
 
@@ -95,20 +108,26 @@ class TreeBatch {
   void add(const Growing& g) {
     const int32_t* pages = tree_.page_indices + tree_.page_indptr[g.sequence];
     const auto width = static_cast<size_t>(hidden_);
-    std::vector<int32_t> place(g.nodes.size(), -1);  // of each node among the rows
-    for (size_t i = 0; i < g.expanded.size(); i++) {
+    std::vector<int32_t> place(g.nodes.size(), -1);  // of each node among the expanded
+    const size_t first = chains_ ? g.expanded.size() - 1 : 0;
+    for (size_t i = first; i < g.expanded.size(); i++) {
       const Node& node = g.nodes[g.expanded[i]];
       place[g.expanded[i]] = static_cast<int32_t>(i);
       const int64_t index = g.length + static_cast<int64_t>(i);
       tokens_.push_back(node.token);
       positions_.push_back(g.length + node.depth - 1);
       slots_.push_back(pages[index / tree_.page_size] * tree_.page_size + index % tree_.page_size);
-      const float* from = node.parent < 0 ? tree_.hidden + g.sequence * hidden_
-                                          : g.outputs.data() + static_cast<size_t>(place[node.parent]) * width;
-      features_.insert(features_.end(), from, from + width);
-      const size_t begin = ancestors_.size();
-      for (int32_t n = g.expanded[i]; n >= 0; n = g.nodes[n].parent) ancestors_.push_back(place[n]);
-      std::reverse(ancestors_.begin() + static_cast<std::ptrdiff_t>(begin), ancestors_.end());
+      if (with_features_) {
+        const size_t above = chains_ || node.parent < 0 ? 0 : static_cast<size_t>(place[node.parent]);
+        const float* from =
+            node.parent < 0 ? tree_.hidden + g.sequence * hidden_ : g.outputs.data() + above * width;
+        features_.insert(features_.end(), from, from + width);
+      }
+      if (!chains_) {
+        const size_t begin = ancestors_.size();
+        for (int32_t n = g.expanded[i]; n >= 0; n = g.nodes[n].parent) ancestors_.push_back(place[n]);
+        std::reverse(ancestors_.begin() + static_cast<std::ptrdiff_t>(begin), ancestors_.end());
+      }
       tree_indptr_.push_back(static_cast<int32_t>(ancestors_.size()));
     }
     const int64_t keys = g.length + static_cast<int64_t>(g.expanded.size());
@@ -121,6 +140,7 @@ class TreeBatch {
 
   const DlTree& tree_;
   const int64_t hidden_;
+  const bool with_features_, chains_;
   std::vector<int64_t> tokens_, positions_, slots_;
   std::vector<int32_t> kv_lens_, row_indptr_, page_indptr_, pages_, tree_indptr_, ancestors_;
   std::vector<float> features_;
@@ -128,8 +148,21 @@ class TreeBatch {
 
 }  // namespace
 
+void DlModel::check_output(const DlLinear& lm_head, const int64_t* target_ids) const {
+  require(lm_head.k == desc_.hidden,
+          "lm_head: of " + number(lm_head.k) + " inputs, expected " + number(desc_.hidden));
+  check_group(lm_head.format, desc_.activation_group);
+  for (int64_t i = 0; target_ids != nullptr && i < lm_head.n; i++) {
+    const int64_t id = target_ids[i];
+    if (id >= 0 && id < desc_.vocab) continue;  // thousands of them: no message is made for those that are right
+    throw Error("target_ids: " + number(id) + " is not in 0.." + number(desc_.vocab - 1));
+  }
+  require(target_ids != nullptr || lm_head.n <= desc_.vocab,
+          "lm_head: " + number(lm_head.n) + " columns, the embedding has " + number(desc_.vocab) + " rows");
+}
+
 void DlModel::check_tree(const DlTree& tree) const {
-  require(draft_input_.has_value(), "tree: only draft heads grow trees");
+  require(!draft_input_ || tree.hidden != nullptr, "hidden: a draft head begins with it");
   require(tree.page_size >= 1, "page_size: " + number(tree.page_size) + " is not positive");
   require(tree.max_depth >= 1 && tree.max_children >= 1 && tree.max_children <= 64,
           "max_depth, max_children: " + number(tree.max_depth) + ", " + number(tree.max_children) +
@@ -141,7 +174,8 @@ void DlModel::check_tree(const DlTree& tree) const {
             "budgets: " + number(tree.budgets[d]) + sequence + " is not in 0.." + number(tree.max_nodes));
     require(tree.lengths[d] >= 1, "lengths: " + number(tree.lengths[d]) + sequence + " leaves no root");
     const int64_t pages = int64_t{tree.page_indptr[d + 1]} - tree.page_indptr[d];
-    const int64_t last = int64_t{tree.lengths[d]} + tree.budgets[d];
+    const int32_t expanded = width_of(tree, tree.budgets[d]) * std::max(0, levels_of(tree, tree.budgets[d]) - 1);
+    const int64_t last = int64_t{tree.lengths[d]} + expanded;
     require(pages * tree.page_size >= last,
             "page_indptr: " + number(pages) + " pages" + sequence + " do not hold " + number(last) + " keys");
     require(last <= desc_.num_positions,
@@ -152,14 +186,13 @@ void DlModel::check_tree(const DlTree& tree) const {
 void DlModel::run_tree(Team& team, const DlPool& pool, const DlTree& tree, const DlTreeOut& out) {
   check_tree(tree);
   const int64_t hidden = desc_.hidden;
-  const bool recycles_normed = draft_input_->recycles_normed != 0;
+  const bool recycles_normed = !draft_input_ || draft_input_->recycles_normed != 0;
   std::vector<Growing> all;
   std::vector<Growing*> live;
   int32_t most = 0;
   for (int32_t d = 0; d < tree.num_sequences; d++) {
-    const int32_t budget = tree.budgets[d], levels = std::min(tree.max_depth, budget);
-    // all levels' expanded nodes together fit the slots that the budget reserves
-    all.push_back({d, tree.lengths[d], budget, levels, std::max(1, budget / std::max(1, levels - 1)), {}, {}, 0, {}});
+    const int32_t budget = tree.budgets[d];
+    all.push_back({d, tree.lengths[d], budget, levels_of(tree, budget), width_of(tree, budget), {}, {}, 0, {}});
     most = std::max(most, budget);
   }
   for (Growing& g : all) {
@@ -167,7 +200,7 @@ void DlModel::run_tree(Team& team, const DlPool& pool, const DlTree& tree, const
   }
   const int32_t children = static_cast<int32_t>(
       std::min<int64_t>({tree.max_children, most, tree.lm_head->n}));
-  TreeBatch batch(tree, hidden);
+  TreeBatch batch(tree, hidden, draft_input_.has_value());
   std::vector<float> parents;  // [nodes to get children, hidden], for the output head
   std::vector<int64_t> columns;
   std::vector<float> logits, lse;

@@ -9,7 +9,7 @@ import torch
 
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.forward_batch import ForwardBatch
-from gpu_worker.kernels.draft_head import ChainStart, GrownTrees, TreeStart
+from gpu_worker.kernels.draft_trees import GrownTrees, TreeStart
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.base import OutputHead
 from gpu_worker.models.heads.config import HeadConfig
@@ -63,12 +63,8 @@ class DraftHead(Protocol):
 class DraftsInOneCall(DraftHead, Protocol):
     """A head that drafts a whole greedy chain or tree without coming back between its steps."""
 
-    def chain(self, start: ChainStart, pool: Any) -> torch.Tensor:
-        """Target ids [D, most steps] behind the start tokens; -1 behind a sequence's own number of steps."""
-        ...
-
     def tree(self, start: TreeStart, pool: Any) -> GrownTrees:
-        """The dynamic trees that drafting.tree_growth grows level by level."""
+        """The chains or trees that drafting.tree_growth grows level by level."""
         ...
 
 

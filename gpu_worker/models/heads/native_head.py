@@ -1,4 +1,4 @@
-"""Decoder heads on the CPU kernels: packed weights, one call per draft step, one call for a whole greedy chain."""
+"""Decoder heads on the CPU kernels: packed weights, one call per draft step, one call for a whole chain or tree."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.forward_batch import ForwardBatch
 from gpu_worker.kernels.decoder import DecoderLayerWeights, DecoderShape
-from gpu_worker.kernels.draft_head import ChainStart, DraftHeadWeights, GrownTrees, TreeStart
+from gpu_worker.kernels.draft_head import DraftHeadWeights
 from gpu_worker.kernels.draft_head import NativeDraftHead as HeadKernels
+from gpu_worker.kernels.draft_trees import GrownTrees, TreeStart
 from gpu_worker.kernels.kv_pool import NativeKVPool
 from gpu_worker.kernels.linear import PackedLinear, WeightFormat
 from gpu_worker.models.heads.base import HeadRows
@@ -87,12 +88,8 @@ class NativeDraftHead:
         """See DraftHead.forward; float32. A row's bits do not depend on the other rows."""
         return HeadRows(*self._head.forward(batch, pool, self._team, features.contiguous(), recycled))
 
-    def chain(self, start: ChainStart, pool: NativeKVPool) -> torch.Tensor:
-        """Greedy drafts of D sequences, [D, most steps] target ids: bit for bit `forward` and argmax step by step."""
-        return self._head.chain(start, pool, self._team, self.output.linear, self.token_ids)
-
     def tree(self, start: TreeStart, pool: NativeKVPool) -> GrownTrees:
-        """Dynamic trees of D sequences: bit for bit `forward` and topk level by level."""
+        """Greedy chains or trees of D sequences: bit for bit `forward` and topk level by level."""
         return self._head.tree(start, pool, self._team, self.output.linear, self.token_ids)
 
 

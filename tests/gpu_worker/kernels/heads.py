@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from gpu_worker.kernels.decoder import DecoderLayerWeights, DecoderShape
-from gpu_worker.kernels.draft_head import ChainStart, DraftHeadWeights, NativeDraftHead
+from gpu_worker.kernels.draft_head import DraftHeadWeights, NativeDraftHead
+from gpu_worker.kernels.draft_trees import TreeStart
 from gpu_worker.kernels.linear import PackedLinear, WeightFormat
 from gpu_worker.kernels.native import Isa, NativeKernels
 from tests.gpu_worker.kernels import reference
@@ -204,17 +205,23 @@ def random_text(n: int, width: int, seed: int) -> tuple[list[int], torch.Tensor]
     return ids, torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
 
 
-def chain_start(
-    sequences: list[Sequence], ids: list[int], hidden: torch.Tensor, counts: list[int], page_size: int
-) -> ChainStart:
-    """The start of a chain behind the computed tokens of each sequence, whose pages hold it."""
-    return ChainStart(
-        torch.tensor(ids),
+def tree_start(
+    sequences: list[Sequence],
+    hidden: torch.Tensor,
+    normed: torch.Tensor,
+    budgets: list[int],
+    max_depth: int,
+    max_children: int,
+) -> TreeStart:
+    """The start of drafts behind the computed tokens of each sequence, whose pages of 16 hold them."""
+    return TreeStart(
         hidden,
-        torch.tensor([s.num_computed for s in sequences]),
-        page_size,
-        np.array([s.num_computed + 1 for s in sequences], np.int32),
+        normed,
+        16,
+        np.array([s.num_computed for s in sequences], np.int32),
         np.cumsum([0, *(len(s.pages) for s in sequences)]).astype(np.int32),
         np.concatenate([s.pages for s in sequences]).astype(np.int32),
-        np.array(counts, np.int32),
+        np.array(budgets, np.int32),
+        max_depth,
+        max_children,
     )

@@ -11,7 +11,7 @@ from gpu_worker.kernels.linear import PackedLinear, WeightFormat
 from gpu_worker.kernels.native import Isa, NativeKernels, ThreadTeam
 from tests.gpu_worker.kernels import reference
 from tests.gpu_worker.kernels.conftest import BuildHead, Teams
-from tests.gpu_worker.kernels.heads import FORMS, SHAPE, VOCAB, Head, chain_start, random_text
+from tests.gpu_worker.kernels.heads import FORMS, SHAPE, VOCAB, Head, random_text, tree_start
 from tests.gpu_worker.kernels.schedules import Rows, Sequence, make_batch, num_pages, place
 
 H = SHAPE.hidden_size
@@ -168,8 +168,8 @@ def test_trees_give_the_bits_of_their_paths(heads: BuildHead, teams: Teams, name
 def test_a_chain_equals_its_steps(
     heads: BuildHead, teams: Teams, name: str, mapped: bool, threads: int
 ) -> None:
-    """Sequences of different lengths and step counts; the KV they leave behind is the same too."""
-    head, rng, counts = heads(name), np.random.default_rng(5), [3, 0, 5, 1, 5]
+    """Sequences of different lengths and budgets; the KV they leave behind is the same too."""
+    head, rng, counts = heads(name), np.random.default_rng(5), [4, 0, 6, 1, 6]
     native, team, group = head.native, teams(threads), SHAPE.activation_group
     target_ids = head.target_ids if mapped else None
     texts = [random_text(n, native.feature_size, seed=n) for n in (14, 3, 130, 16, 40)]
@@ -178,39 +178,37 @@ def test_a_chain_equals_its_steps(
     prompts = [Rows(s, len(s.tokens)) for s in sequences]
     features = torch.cat([f for _, f in texts])
     ends = np.cumsum([len(ids) for ids, _ in texts]) - 1
-    first = None
     for pool in pools:
         for s in sequences:
             s.num_computed = 0
-        recycled, normed = run(head, pool, team, prompts, features)
-        hidden = recycled[ends].contiguous()
-        best = head.lm_head.argmax(team, normed[ends].contiguous(), group)
-        first = (best if target_ids is None else target_ids[best]).tolist()
-    assert first is not None
-    start = chain_start(sequences, first, hidden, counts, 16)
-    tokens = native.chain(start, pools[0], team, head.lm_head, target_ids)
-    assert tokens.shape == (5, 5)
+        recycled, normed = (out[ends].contiguous() for out in run(head, pool, team, prompts, features))
+    start = tree_start(sequences, recycled, normed, counts, max_depth=6, max_children=1)
+    grown = native.tree(start, pools[0], team, head.lm_head, target_ids)
+    assert grown.parents == [list(range(-1, count - 1)) for count in counts]
 
-    expected = torch.full((5, 5), -1)
     for d, sequence in enumerate(sequences):
-        token, row = first[d], hidden[d : d + 1].clone()
+        row, seen = recycled[d : d + 1].clone(), normed[d : d + 1].clone()
+        expected, value = [], 0.0
         for step in range(counts[d]):
-            sequence.tokens = [*sequence.tokens[: sequence.num_computed], token]
-            row, normed = run(head, pools[1], teams(1), [Rows(sequence, 1)], row, recycled=True)
-            best = int(head.lm_head.argmax(teams(1), normed, group))
-            token = best if target_ids is None else int(target_ids[best])
-            expected[d, step] = token
-    assert torch.equal(tokens, expected)
+            column, logit, lse = head.lm_head.topk(teams(1), seen, 1, group)
+            token = int(column) if target_ids is None else int(target_ids[column])
+            expected.append(token)
+            value += float(logit - lse)
+            assert grown.values[d][step] == value
+            if step < counts[d] - 1:  # the last token is not run
+                sequence.tokens = [*sequence.tokens[: sequence.num_computed], token]
+                row, seen = run(head, pools[1], teams(1), [Rows(sequence, 1)], row, recycled=True)
+        assert grown.tokens[d] == expected
     slots = torch.arange(num_pages(sequences) * 16)
     for layer in range(native.num_layers):
         for a, b in zip(pools[0].read(layer, slots), pools[1].read(layer, slots), strict=True):
             assert torch.equal(a, b)
 
 
-def test_an_empty_chain(heads: BuildHead, teams: Teams) -> None:
+def test_nothing_to_draft(heads: BuildHead, teams: Teams) -> None:
     head = heads("mtp")
-    start = chain_start([Sequence([1], [0])], [1], torch.zeros(1, H), [0], 16)
-    assert head.native.chain(start, head.native.new_pool(1, 16), teams(1), head.lm_head).shape == (1, 0)
+    start = tree_start([Sequence([1], [0], 1)], torch.zeros(1, H), torch.zeros(1, H), [0], 3, 4)
+    assert head.native.tree(start, head.native.new_pool(1, 16), teams(1), head.lm_head).tokens == [[]]
 
 
 def test_a_packed_embedding_gives_the_bits_of_its_floats(

@@ -11,7 +11,7 @@ import torch
 from gpu_worker.kernels.linear import PackedLinear, WeightFormat
 from gpu_worker.kernels.native import KernelError, NativeKernels
 from tests.gpu_worker.kernels.conftest import BuildHead, Teams
-from tests.gpu_worker.kernels.heads import SHAPE, VOCAB, chain_start
+from tests.gpu_worker.kernels.heads import SHAPE, VOCAB, tree_start
 from tests.gpu_worker.kernels.schedules import Rows, Sequence, make_batch
 
 H = SHAPE.hidden_size
@@ -37,34 +37,43 @@ def test_features_of_another_shape_are_refused(heads: BuildHead, teams: Teams) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"counts": np.array([4], np.int32)}, "1 pages of sequence 0 do not hold 17 keys"),
-        ({"counts": np.array([-1], np.int32)}, "counts: -1 of sequence 0"),
-        ({"positions": torch.tensor([510])}, "positions: 510 of sequence 0 and 3 steps pass 511"),
-        ({"kv_lens": np.array([0], np.int32)}, "kv_lens: 0 of sequence 0"),
-        ({"input_ids": torch.tensor([300])}, "input_ids: 300"),
+        ({"budgets": np.array([5], np.int32)}, "1 pages of sequence 0 do not hold 17 keys"),
+        ({"budgets": np.array([-1], np.int32)}, "budgets: -1 of sequence 0"),
+        ({"lengths": np.array([0], np.int32)}, "lengths: 0 of sequence 0"),
+        ({"max_depth": 0}, "max_depth, max_children: 0, 1"),
+        ({"max_children": 65}, "max_depth, max_children: 9, 65"),
         ({"page_indices": np.array([2], np.int32)}, "page_indices: 2 of request 0 is outside the pool"),
         ({"page_size": 8}, "page_size: 8 in the batch, 16 in the pool"),
         ({"hidden": torch.zeros(1, H - 1)}, r"hidden: torch\.float32"),
+        ({"hidden": None}, "hidden: a draft head begins with it"),
         ({"page_indptr": np.array([0, 2], np.int32)}, "page_indptr: ends at 2, there are 1 pages"),
     ],
 )
-def test_bad_chains_are_refused_before_anything_runs(
+def test_bad_starts_are_refused_before_anything_runs(
     heads: BuildHead, teams: Teams, changes: dict[str, object], message: str
 ) -> None:
     head = heads("mtp")
     pool = head.native.new_pool(2, 16)
-    start = chain_start([Sequence([1], [0], 13)], [1], torch.zeros(1, H), [3], 16)
+    start = tree_start([Sequence([1], [0], 13)], torch.zeros(1, H), torch.zeros(1, H), [3], 9, 1)
     with pytest.raises(KernelError, match=message):
-        head.native.chain(dataclasses.replace(start, **changes), pool, teams(1), head.lm_head)
+        head.native.tree(dataclasses.replace(start, **changes), pool, teams(1), head.lm_head)
     assert not any(part.any() for part in pool.read(0, torch.arange(32)))
 
 
-def test_bad_heads_of_chains_are_refused(heads: BuildHead, teams: Teams, kernels: NativeKernels) -> None:
+def test_positions_behind_the_last_are_refused(heads: BuildHead, teams: Teams) -> None:
     head = heads("mtp")
-    start = chain_start([Sequence([1], [0])], [1], torch.zeros(1, H), [1], 16)
+    long = Sequence([1], list(range(33)), 510)
+    start = tree_start([long], torch.zeros(1, H), torch.zeros(1, H), [4], 4, 1)
+    with pytest.raises(KernelError, match="lengths: 510 of sequence 0 and its drafts pass 511"):
+        head.native.tree(start, head.native.new_pool(33, 16), teams(1), head.lm_head)
+
+
+def test_bad_heads_of_drafts_are_refused(heads: BuildHead, teams: Teams, kernels: NativeKernels) -> None:
+    head = heads("mtp")
+    start = tree_start([Sequence([1], [0], 1)], torch.zeros(1, H), torch.zeros(1, H), [1], 2, 1)
 
     def chain(lm_head: PackedLinear, target_ids: torch.Tensor | None = None) -> None:
-        head.native.chain(start, head.native.new_pool(1, 16), teams(1), lm_head, target_ids)
+        head.native.tree(start, head.native.new_pool(1, 16), teams(1), lm_head, target_ids)
 
     with pytest.raises(KernelError, match="lm_head: of 64 inputs, expected 96"):
         chain(PackedLinear(kernels, WeightFormat.Q8_0, 32, 64))
