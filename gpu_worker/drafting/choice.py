@@ -6,7 +6,7 @@ import torch
 
 from gpu_worker.models.base import OutputHead
 from gpu_worker.models.heads.base import target_ids
-from gpu_worker.sampling.sampler import Sampler
+from gpu_worker.sampling.sampler import PlainDraws, Sampler
 
 
 class ChoiceOfDrafts:
@@ -24,6 +24,10 @@ class ChoiceOfDrafts:
     def takes_best(self, slots: list[int]) -> bool:
         """Whether all of these slots take the head's best id as it is."""
         return self._sampler.proposes_best(slots)
+
+    def plain(self, slots: list[int]) -> PlainDraws | None:
+        """See Sampler.plain_draws."""
+        return self._sampler.plain_draws(slots)
 
     def best(
         self, normed: torch.Tensor, slots: list[int], positions: list[int], drafted: list[list[int]]

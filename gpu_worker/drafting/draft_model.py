@@ -19,7 +19,7 @@ from gpu_worker.batching import SequenceRows, build_forward_batch
 from gpu_worker.draft_tree import DraftTree, chain_tree
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
-from gpu_worker.drafting.greedy_drafts import Grow, greedy_drafts
+from gpu_worker.drafting.one_call import Grow, drafts_in_one_call
 from gpu_worker.drafting.tree_growth import TreeShape, grow_trees
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.base import CausalLM
@@ -111,9 +111,9 @@ class DraftModelDrafter:
         wanted = [self._room(request) for request in requests]
         slots = [request.slot for request in requests]
         hidden = self._hidden.index_select(0, torch.tensor(slots, device=self._model.device))
-        if self._grow is not None and any(wanted) and self._choice.takes_best(slots):
-            tree = greedy_drafts(
-                self._table, self._grow, self._pool, slots, wanted, self._shape, hidden, None
+        if self._grow is not None and any(wanted) and (draws := self._choice.plain(slots)) is not None:
+            tree = drafts_in_one_call(
+                self._table, self._grow, self._pool, slots, wanted, self._shape, draws, hidden, None
             )
             if self._shape is None:
                 for slot, begin, end in zip(slots, tree.host.indptr, tree.host.indptr[1:], strict=False):

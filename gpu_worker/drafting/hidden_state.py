@@ -20,7 +20,7 @@ from gpu_worker.batching import SequenceRows, build_forward_batch, hide_first_to
 from gpu_worker.draft_tree import DraftTree, chain_tree
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
-from gpu_worker.drafting.greedy_drafts import greedy_drafts
+from gpu_worker.drafting.one_call import drafts_in_one_call
 from gpu_worker.drafting.tree_growth import TreeShape, grow_trees
 from gpu_worker.forward_batch import ForwardBatch
 from gpu_worker.kv_pool import PagedPool
@@ -109,9 +109,10 @@ class HiddenStateDrafter:
         slots = [request.slot for request in requests]
         index = torch.tensor(slots, device=self._head.device)
         state = HeadRows(self._recycled.index_select(0, index), self._normed.index_select(0, index))
-        if self._grow is not None and any(wanted) and self._choice.takes_best(slots):
-            return greedy_drafts(
-                self._table, self._grow, self._pool, slots, wanted, self._shape, state.normed, state.recycled
+        if self._grow is not None and any(wanted) and (draws := self._choice.plain(slots)) is not None:
+            outputs = (state.normed, state.recycled)
+            return drafts_in_one_call(
+                self._table, self._grow, self._pool, slots, wanted, self._shape, draws, *outputs
             )
         if self._shape is not None:
             return self._trees(slots, wanted, state)

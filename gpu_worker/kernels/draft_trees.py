@@ -41,6 +41,9 @@ class TreeStart:
     budgets: np.ndarray  # [D] nodes behind each root, at most
     max_depth: int
     max_children: int  # of one node
+    # Where the temperature is above 0 children are ranked by log q + coupled noise (sampling/random.py), not by q.
+    temperatures: np.ndarray | None = None  # [D] float32; None: all 0
+    seeds: np.ndarray | None = None  # [D] int64
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,12 @@ def grow(
     ids = None
     if target_ids is not None:
         ids = pointer("target_ids", target_ids, torch.int64, (lm_head.out_features,))
+    for name, array, dtype in (
+        ("temperatures", start.temperatures, np.float32),
+        ("seeds", start.seeds, np.int64),
+    ):
+        if array is not None and (array.shape != (num_sequences,) or array.dtype != dtype):
+            raise KernelError(f"{name}: {array.dtype} {list(array.shape)}, expected [{num_sequences}]")
     most = int(arrays[3].max(initial=0))
     struct = TreeStruct(
         num_sequences,
@@ -88,6 +97,8 @@ def grow(
         None if start.hidden is None else pointer("hidden", start.hidden, torch.float32, (num_sequences, h)),
         pointer("normed", start.normed, torch.float32, (num_sequences, h)),
         *map(address_of, arrays),
+        None if start.temperatures is None else address_of(start.temperatures),
+        None if start.seeds is None else address_of(start.seeds),
         start.max_depth,
         start.max_children,
         lm_head.handle.address,

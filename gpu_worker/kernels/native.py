@@ -18,7 +18,7 @@ import torch
 
 from gpu_worker.errors import WorkerError
 
-_ABI_VERSION = 5
+_ABI_VERSION = 6
 _LIBRARY = Path(__file__).parent / "cpu" / "libdraftline_cpu.so"
 
 
@@ -134,6 +134,8 @@ class TreeStruct(ctypes.Structure):
         ("page_indptr", c_void_p),
         ("page_indices", c_void_p),
         ("budgets", c_void_p),
+        ("temperatures", c_void_p),
+        ("seeds", c_void_p),
         ("max_depth", c_int32),
         ("max_children", c_int32),
         ("lm_head", c_void_p),

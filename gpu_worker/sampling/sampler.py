@@ -55,6 +55,14 @@ class _Kind:
     adjusts: bool
 
 
+@dataclass(frozen=True)
+class PlainDraws:
+    """Drafts ranked by log q alone, or, where the temperature is above 0, by log q + coupled noise."""
+
+    temperatures: npt.NDArray[np.float32] | None  # [R]; None: all 0
+    seeds: Int64Array | None  # [R]
+
+
 class Sampler:
     """Sampling state of `num_slots` slots over a vocabulary of `vocab_size` ids; slots of any rules in one
     batch.
@@ -147,6 +155,18 @@ class Sampler:
     def proposes_best(self, slots: list[int]) -> bool:
         """Whether `propose` would only take the best id of each of these slots' draft logits."""
         return self._states.draws_drafts.isdisjoint(slots)
+
+    def plain_draws(self, slots: list[int]) -> PlainDraws | None:
+        """How drafts of these slots are ranked where that is all there is to it; None where any needs more."""
+        states = self._states
+        if not states.draws_otherwise.isdisjoint(slots):
+            return None
+        if states.draws_drafts.isdisjoint(slots):
+            return PlainDraws(None, None)
+        parameters = states.parameters[slots]
+        drawn = [slot in states.draws_drafts for slot in slots]
+        temperatures = np.where(drawn, parameters["temperature"], np.float32(0))
+        return PlainDraws(temperatures.astype(np.float32), parameters["seed"].copy())
 
     def propose(
         self, logits: torch.Tensor, slots: list[int], positions: list[int], drafted: list[list[int]]

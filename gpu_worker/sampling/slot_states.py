@@ -63,6 +63,8 @@ class SlotStates:
         self.needs_logits: set[int] = set()
         # Slots whose drafts are more than the draft's best id: drawn at random, or from adjusted logits.
         self.draws_drafts: set[int] = set()
+        # Of these the ones whose drafts are more than the best of log q + coupled noise.
+        self.draws_otherwise: set[int] = set()
         self.penalties: dict[int, Penalties] = {}
         self.bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # ids [b] int64, values [b] float32
         self.end_ids: dict[int, torch.Tensor] = {}  # [e] int64, only where min_tokens bans them
@@ -106,6 +108,9 @@ class SlotStates:
             self.needs_logits.add(slot)
         if adjusts or (record.temperature > 0 and record.acceptance_rule not in _BY_BOUND):
             self.draws_drafts.add(slot)
+            coupled = record.acceptance_rule == AcceptanceRule.COUPLED
+            if adjusts or not coupled or self.parameters[slot]["truncates"]:
+                self.draws_otherwise.add(slot)
         if penalised:
             tokens = torch.as_tensor(np.asarray(token_ids, dtype=np.int64), device=self._device)
             in_prompt = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
@@ -131,6 +136,7 @@ class SlotStates:
         """Forgets the slot's sequence; a slot that holds none is left as it is."""
         self.needs_logits.discard(slot)
         self.draws_drafts.discard(slot)
+        self.draws_otherwise.discard(slot)
         self.penalties.pop(slot, None)
         self.bias.pop(slot, None)
         self.end_ids.pop(slot, None)

@@ -120,7 +120,7 @@ int32_t dl_linear_residual_blocks(const DlLinear* linear, DlTeam* team, int32_t 
 
 int32_t dl_gumbel_topk(DlTeam* team, const float* weights, const int64_t* ids, const int64_t* keys, int64_t rows,
                        int64_t n, int32_t count, int64_t* columns, float* values) {
-  return guarded([&] { dl::run_gumbel_topk(team->team, weights, ids, keys, rows, n, count, columns, values); });
+  return guarded([&] { dl::run_gumbel_topk(team->team, weights, ids, n, keys, rows, n, count, columns, values); });
 }
 
 DlPool* dl_pool_create(int64_t num_layers, int64_t num_slots, int64_t num_kv_heads, int64_t head_dim) {

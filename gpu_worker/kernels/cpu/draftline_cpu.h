@@ -8,7 +8,7 @@
 #define DL_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change to a struct or signature below; the loader refuses a library with another number.
-constexpr int32_t kDlAbiVersion = 5;
+constexpr int32_t kDlAbiVersion = 6;
 
 typedef struct DlTeam DlTeam;
 typedef struct DlLinear DlLinear;
@@ -108,6 +108,8 @@ typedef struct DlTree {
   const int32_t* page_indptr;   // [D + 1]
   const int32_t* page_indices;  // [page_indptr[D]]
   const int32_t* budgets;       // [D] nodes behind the root, 0..max_nodes
+  const float* temperatures;    // [D] above 0: nodes are ranked by log q + the target's own noise; null: all 0
+  const int64_t* seeds;         // [D] of that noise
   int32_t max_depth;
   int32_t max_children;         // of one node, at most 64
   const DlLinear* lm_head;

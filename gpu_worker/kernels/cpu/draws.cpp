@@ -74,6 +74,7 @@ struct Best {
 struct Call {
   const float* weights;
   const int64_t* ids;
+  int64_t ids_stride;
   const int64_t* keys;
   int64_t rows, n, chunks;
   int32_t count;
@@ -91,7 +92,7 @@ struct Call {
     mine.count = count;
     const uint64_t key = static_cast<uint64_t>(keys[row]);
     const float* w = weights + row * n;
-    const int64_t* names = ids == nullptr ? nullptr : ids + row * n;
+    const int64_t* names = ids == nullptr ? nullptr : ids + row * ids_stride;
     const int64_t end = std::min(n, (chunk + 1) * kChunk);
     uint8_t flags[kScan];
     const auto draw = [&](int64_t c) {
@@ -129,14 +130,20 @@ struct Call {
 
 }  // namespace
 
-void run_gumbel_topk(Team& team, const float* weights, const int64_t* ids, const int64_t* keys, int64_t rows, int64_t n,
-                     int32_t count, int64_t* columns, float* values) {
+int64_t coupled_key(int64_t seed, int64_t position) {
+  constexpr uint64_t kCoupled = 1;  // Purpose.COUPLED
+  const uint64_t key = mix(static_cast<uint64_t>(seed) + (kCoupled + 1) * kGolden);
+  return static_cast<int64_t>(mix(key + (static_cast<uint64_t>(position) + 1) * kGolden));
+}
+
+void run_gumbel_topk(Team& team, const float* weights, const int64_t* ids, int64_t ids_stride, const int64_t* keys,
+                     int64_t rows, int64_t n, int32_t count, int64_t* columns, float* values) {
   require(count >= 1 && count <= kMaxDraws, "count: " + std::to_string(count) + " is not in 1..64");
   require(n >= count, "count: " + std::to_string(count) + " of " + std::to_string(n) + " columns");
   if (rows == 0) return;
   const int64_t chunks = (n + kChunk - 1) / kChunk;
   std::vector<Best> best(static_cast<size_t>(rows * chunks));
-  Call call{weights, ids, keys, rows, n, chunks, count, columns, values, best.data()};
+  Call call{weights, ids, ids_stride, keys, rows, n, chunks, count, columns, values, best.data()};
   team.run([](void* argument, Worker& worker) { static_cast<const Call*>(argument)->run(worker); }, &call);
 }
 

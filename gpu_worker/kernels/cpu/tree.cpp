@@ -1,11 +1,14 @@
 // A dynamic draft tree per sequence in one call (EAGLE-2, arXiv 2406.16858, sections 4.1 and 4.2): expand the most
 // probable nodes level by level, then keep the best of all. gpu_worker/drafting/tree_growth.py does the same in steps.
-// With one child a node it is a greedy chain.
+// With one child a node it is a chain. Where the target will draw with coupled noise (gpu_worker/sampling/random.py), so do
+// the drafts: the children of a node are the largest of log q + noise.
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <string>
 #include <vector>
 
+#include "draws.hpp"
 #include "error.hpp"
 #include "head.hpp"
 #include "model.hpp"
@@ -73,6 +76,81 @@ struct Growing {
     return kept;
   }
 };
+
+// The candidates of every row: target columns, best first, with the draft's log-probabilities.
+struct Candidates {
+  std::vector<int64_t> columns;
+  std::vector<float> log_probabilities;
+};
+
+// Nodes that get children: rows for the output head, and what their ranking depends on.
+struct Parents {
+  std::vector<float> rows;  // [n, hidden]
+  std::vector<float> temperatures;
+  std::vector<int64_t> keys;
+
+  void clear() { rows.clear(), temperatures.clear(), keys.clear(); }
+  void add(const DlTree& tree, const Growing& g, int32_t level, const float* from, int64_t hidden) {
+    const float temperature = tree.temperatures == nullptr ? 0.0f : tree.temperatures[g.sequence];
+    rows.insert(rows.end(), from, from + hidden);
+    temperatures.push_back(temperature);
+    keys.push_back(temperature > 0 ? coupled_key(tree.seeds[g.sequence], g.length + level - 1) : 0);
+  }
+};
+
+// Ranks the candidates of rows that share a rule. noisy: with noise under the rows' keys, else by probability alone.
+void rank_rows(const DlTree& tree, Team& team, const Kernels& kernels, int32_t group, const Parents& of, bool noisy,
+               int32_t count, int64_t* columns, float* log_probabilities) {
+  const auto rows = static_cast<int64_t>(of.keys.size());
+  const int64_t n = tree.lm_head->n;
+  if (!noisy) {
+    std::vector<float> lse(static_cast<size_t>(rows));
+    run_topk(*tree.lm_head, team, kernels, group, of.rows.data(), rows, count, columns, log_probabilities, lse.data());
+    for (int64_t i = 0; i < rows * count; i++) log_probabilities[i] -= lse[static_cast<size_t>(i / count)];
+    return;
+  }
+  std::vector<float> weights(static_cast<size_t>(rows * n));
+  run_linear(*tree.lm_head, team, kernels, group, of.rows.data(), rows, weights.data());
+  for (int64_t row = 0; row < rows; row++) {
+    float* w = weights.data() + row * n;
+    const float most = *std::max_element(w, w + n), temperature = of.temperatures[static_cast<size_t>(row)];
+    for (int64_t c = 0; c < n; c++) w[c] = (w[c] - most) / temperature;
+  }
+  run_gumbel_topk(team, weights.data(), tree.target_ids, 0, of.keys.data(), rows, n, count, columns, log_probabilities);
+  for (int64_t row = 0; row < rows; row++) {  // relative to the few that are looked at
+    float* values = log_probabilities + row * count;
+    double sum = 0;
+    for (int32_t c = 0; c < count; c++) sum += std::exp(static_cast<double>(values[c] - values[0]));
+    const float total = values[0] + static_cast<float>(std::log(sum));
+    for (int32_t c = 0; c < count; c++) values[c] -= total;
+  }
+}
+
+Candidates rank(const DlTree& tree, Team& team, const Kernels& kernels, int32_t group, int64_t hidden,
+                const Parents& parents, int32_t count) {
+  const size_t rows = parents.keys.size(), width = static_cast<size_t>(count);
+  Candidates all{std::vector<int64_t>(rows * width), std::vector<float>(rows * width)};
+  for (const bool noisy : {false, true}) {
+    Parents some;
+    std::vector<size_t> places;
+    for (size_t row = 0; row < rows; row++) {
+      if ((parents.temperatures[row] > 0) != noisy) continue;
+      const float* from = parents.rows.data() + row * static_cast<size_t>(hidden);
+      some.rows.insert(some.rows.end(), from, from + hidden);
+      some.temperatures.push_back(parents.temperatures[row]);
+      some.keys.push_back(parents.keys[row]);
+      places.push_back(row);
+    }
+    if (places.empty()) continue;
+    Candidates ranked{std::vector<int64_t>(places.size() * width), std::vector<float>(places.size() * width)};
+    rank_rows(tree, team, kernels, group, some, noisy, count, ranked.columns.data(), ranked.log_probabilities.data());
+    for (size_t i = 0; i < places.size(); i++) {
+      std::copy_n(ranked.columns.data() + i * width, width, all.columns.data() + places[i] * width);
+      std::copy_n(ranked.log_probabilities.data() + i * width, width, all.log_probabilities.data() + places[i] * width);
+    }
+  }
+  return all;
+}
 
 // All trees that still grow, as one batch. Every level runs the nodes expanded before it once more; only a chain's lie
 // in the slots of their tokens, so that its newest row finds them there.
@@ -163,6 +241,7 @@ void DlModel::check_output(const DlLinear& lm_head, const int64_t* target_ids) c
 
 void DlModel::check_tree(const DlTree& tree) const {
   require(!draft_input_ || tree.hidden != nullptr, "hidden: a draft head begins with it");
+  require(tree.temperatures == nullptr || tree.seeds != nullptr, "seeds: temperatures come without them");
   require(tree.page_size >= 1, "page_size: " + number(tree.page_size) + " is not positive");
   require(tree.max_depth >= 1 && tree.max_children >= 1 && tree.max_children <= 64,
           "max_depth, max_children: " + number(tree.max_depth) + ", " + number(tree.max_children) +
@@ -201,20 +280,10 @@ void DlModel::run_tree(Team& team, const DlPool& pool, const DlTree& tree, const
   const int32_t children = static_cast<int32_t>(
       std::min<int64_t>({tree.max_children, most, tree.lm_head->n}));
   TreeBatch batch(tree, hidden, draft_input_.has_value());
-  std::vector<float> parents;  // [nodes to get children, hidden], for the output head
-  std::vector<int64_t> columns;
-  std::vector<float> logits, lse;
-  for (const Growing* g : live) {
-    const float* from = tree.normed + g->sequence * hidden;
-    parents.insert(parents.end(), from, from + hidden);
-  }
+  Parents parents;
+  for (const Growing* g : live) parents.add(tree, *g, 1, tree.normed + g->sequence * hidden, hidden);
   for (int32_t level = 1; !live.empty(); level++) {
-    const auto rows = static_cast<int64_t>(parents.size()) / hidden;
-    columns.resize(static_cast<size_t>(rows) * children);
-    logits.resize(columns.size());
-    lse.resize(static_cast<size_t>(rows));
-    run_topk(*tree.lm_head, team, kernels_, desc_.activation_group, parents.data(), rows, children, columns.data(),
-             logits.data(), lse.data());
+    const Candidates found = rank(tree, team, kernels_, desc_.activation_group, hidden, parents, children);
     size_t row = 0;
     std::vector<Growing*> next;
     for (Growing* g : live) {
@@ -225,10 +294,9 @@ void DlModel::run_tree(Team& team, const DlPool& pool, const DlTree& tree, const
         const double above = parent < 0 ? 0.0 : g->nodes[parent].value;
         for (int32_t c = 0; c < children; c++) {
           const size_t at = row * children + c;
-          const int64_t column = columns[at];
+          const int64_t column = found.columns[at];
           const int64_t token = tree.target_ids == nullptr ? column : tree.target_ids[column];
-          const float log_probability = logits[at] - lse[row];
-          g->nodes.push_back({token, parent, level, above + static_cast<double>(log_probability)});
+          g->nodes.push_back({token, parent, level, above + static_cast<double>(found.log_probabilities[at])});
         }
       }
       if (level >= g->levels) continue;
@@ -246,8 +314,9 @@ void DlModel::run_tree(Team& team, const DlPool& pool, const DlTree& tree, const
       Growing* g = live[r];
       const int64_t begin = batch.first_row(r) * hidden, end = batch.first_row(r + 1) * hidden;
       g->outputs.assign(outputs.begin() + begin, outputs.begin() + end);
-      parents.insert(parents.end(), batch.normed.begin() + (end - static_cast<int64_t>(g->beam) * hidden),
-                     batch.normed.begin() + end);
+      for (auto b = static_cast<int64_t>(g->beam); b > 0; b--) {
+        parents.add(tree, *g, level + 1, batch.normed.data() + end - b * hidden, hidden);
+      }
     }
   }
   for (const Growing& g : all) {

@@ -1,4 +1,4 @@
-"""Greedy chains and trees in one call of the kernels: nothing comes back between their steps."""
+"""Chains and trees in one call of the kernels: nothing comes back between their steps."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from gpu_worker.drafting.tree_growth import TreeShape, confidences
 from gpu_worker.kernels.draft_trees import GrownTrees, TreeStart
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.request_state import RequestTable
+from gpu_worker.sampling.sampler import PlainDraws
 
 Grow = Callable[[TreeStart, Any], GrownTrees]  # with the pool of the drafter's KV
 
 
-def greedy_drafts(
+def drafts_in_one_call(
     table: RequestTable,
     grow: Grow,
     pool: PagedPool,
     slots: list[int],
     budgets: list[int],
     shape: TreeShape | None,
+    draws: PlainDraws,
     normed: torch.Tensor,
     recycled: torch.Tensor | None,
 ) -> DraftTree:
-    """tree_growth.grow_trees for slots that take the draft's best ids as they are; `shape` None: chains.
+    """tree_growth.grow_trees for slots whose drafts are ranked as `draws` says; `shape` None: chains.
 
     normed, recycled [R, h]: the outputs of head or model at each last known token; None where nothing is recycled.
     """
@@ -48,6 +50,8 @@ def greedy_drafts(
         budgets=nodes,
         max_depth=max(depth, 1),
         max_children=children,
+        temperatures=draws.temperatures,
+        seeds=draws.seeds,
     )
     grown = grow(start, pool)
     roots = table.last_tokens(np.array(slots, dtype=np.int64)).tolist()
