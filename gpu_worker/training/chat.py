@@ -42,12 +42,15 @@ class ChatTemplate:
         """The token that follows a user's text: a model that writes a user's turn ends it with this."""
         return self._end_of_user
 
-    def open_user_turn(self, messages: Sequence[Message]) -> list[int]:
-        """Ids up to where the next user's text begins, behind a conversation that ends with an answer (or empty)."""
+    def open_user_turn(self, messages: Sequence[Message], opening: str = "") -> list[int]:
+        """Ids up to where the next user's text goes on behind `opening`; messages end with an answer, or are none.
+
+        Blanks at the opening's end are left to what follows: tokens of words begin with theirs.
+        """
         if not messages:
-            return self._encode(self._before_user)
+            return self._encode(self._before_user + opening.rstrip(" "))
         text = self._render([*messages, Message(role="user", content=_MARK)], answer=False)
-        return self._encode(text.partition(_MARK)[0])
+        return self._encode(text.partition(_MARK)[0] + opening.rstrip(" "))
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a conversation that ends with a user's turn, up to where the answer begins."""

@@ -1,7 +1,8 @@
 """Step one of training: the target writes prompts and answers for itself, batched, in resumable shards.
 
-A user's turn is sampled behind the chat template's opening of one, and then answered: what a head meets in service is
-the target's own text, so that is what it learns from, and no data set is needed. Users' turns may also be given.
+A user's turn is sampled behind the chat template's opening of one, most often led into some kind of task
+(openings.py), and then answered: what a head meets in service is the target's own text, so that is what it learns
+from, and no data set is needed. Users' turns may also be given.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from gpu_worker.training.batch_generator import BatchGenerator, Generation, GenerationRequest
 from gpu_worker.training.chat import ChatTemplate, Message
 from gpu_worker.training.conversations import Conversation, shard_path, write_shard
+from gpu_worker.training.openings import first_opening, later_opening, quoting_opening
 from shared_mem.records import SamplingRecord
 
 _MIN_PROMPT_CHARS = 12
@@ -33,13 +35,17 @@ class SynthesisSettings:
     max_answer_tokens: int = 448
     greedy_share: float = 0.6  # of the answers; the others are sampled
     second_turn_share: float = 0.25  # of the conversations go on for a second prompt and answer
+    opening_share: float = (
+        0.75  # of users' turns begin as openings.py says; the others are the target's alone
+    )
+    quoting_share: float = 0.15  # of the conversations are followed by one that quotes their answer
     prompt_temperature: float = 0.8  # at 1 a small model's prompts fall apart
     answer_temperature: float = 1.0  # of the answers that are sampled
     top_k: int = 100  # noise for the whole vocabulary would cost more than the model's own step
 
     @property
     def max_context_tokens(self) -> int:
-        """Room for two turns and the template around them."""
+        """Room for two turns, or one that quotes an answer, and the template around them."""
         return 2 * (self.max_prompt_tokens + self.max_answer_tokens) + 128
 
 
@@ -47,7 +53,7 @@ class SynthesisSettings:
 class _Draft:
     """A conversation that is being written."""
 
-    serial: int
+    serial: tuple[int, int]  # of the conversation, and whether it quotes that one
     messages: list[Message]
     rng: random.Random
     greedy: bool
@@ -55,6 +61,7 @@ class _Draft:
     token_ids: list[int]
     answers: list[tuple[int, int]]
     given: list[str] | None = None  # users' turns still to come; None: the target writes them
+    opening: str = ""  # of the user's turn that is being written
 
 
 @dataclass
@@ -67,7 +74,7 @@ class _Shard:
     serial: int = 0  # of the next conversation that is begun
     drafts: dict[int, _Draft] = field(default_factory=dict)  # by id of the request in flight
     seen: set[bytes] = field(default_factory=set)  # digests of its prompts
-    conversations: dict[int, Conversation] = field(default_factory=dict)  # by serial
+    conversations: dict[tuple[int, int], Conversation] = field(default_factory=dict)  # by serial
 
 
 class Synthesizer:
@@ -144,13 +151,26 @@ class Synthesizer:
 
     def _start(self, shard: _Shard, owners: dict[int, _Shard]) -> None:
         draft = self._draft(shard)
+        if draft.rng.random() < self._settings.opening_share:
+            draft.opening = first_opening(draft.rng)
+        self._submit(shard, draft, self._prompt_request(draft), owners)
+
+    def _quote(self, shard: _Shard, quoted: _Draft, owners: dict[int, _Shard]) -> None:
+        """Begins one more conversation, whose prompt is long: it quotes the first answer of another."""
+        number = quoted.serial[0]
+        rng = random.Random(f"{self._settings.seed}/{shard.index}/{number}/quoted")
+        greedy = rng.random() < self._settings.greedy_share
+        opening = quoting_opening(rng, quoted.messages[1]["content"])
+        draft = _Draft((number, 1), [], rng, greedy, False, [], [], opening=opening)
         self._submit(shard, draft, self._prompt_request(draft), owners)
 
     def _draft(self, shard: _Shard) -> _Draft:
         rng = random.Random(f"{self._settings.seed}/{shard.index}/{shard.serial}")
         shard.serial += 1
         greedy = rng.random() < self._settings.greedy_share
-        return _Draft(shard.serial, [], rng, greedy, rng.random() < self._settings.second_turn_share, [], [])
+        return _Draft(
+            (shard.serial, 0), [], rng, greedy, rng.random() < self._settings.second_turn_share, [], []
+        )
 
     def _ask(self, shard: _Shard, draft: _Draft, owners: dict[int, _Shard]) -> bool:
         """Submits the next given turn; False where the context has no room for it and an answer."""
@@ -178,11 +198,15 @@ class Synthesizer:
         if draft.messages and draft.messages[-1]["role"] == "user":
             self._take_answer(draft, generation)
             if generation.ended and draft.goes_on and len(draft.answers) == 1:
+                looks_back = draft.rng.random() < self._settings.opening_share
+                draft.opening = later_opening(draft.rng) if looks_back else ""
                 self._submit(shard, draft, self._prompt_request(draft), owners)
             else:
                 self._finish(shard, draft)
+                if not draft.serial[1] and draft.rng.random() < self._settings.quoting_share:
+                    self._quote(shard, draft, owners)
             return
-        text = self._chat.text(generation.token_ids).strip()
+        text = (draft.opening.rstrip(" ") + self._chat.text(generation.token_ids)).strip()
         digest = hashlib.blake2b(text.lower().encode(), digest_size=16).digest()
         if generation.ended and len(text) >= _MIN_PROMPT_CHARS and digest not in shard.seen:
             shard.seen.add(digest)
@@ -190,7 +214,7 @@ class Synthesizer:
             self._submit(shard, draft, self._answer_request(draft), owners)
         elif draft.answers:
             self._finish(shard, draft)
-        else:
+        elif not draft.serial[1]:
             self._start(shard, owners)
 
     def _take_answer(self, draft: _Draft, generation: Generation) -> None:
@@ -208,7 +232,7 @@ class Synthesizer:
 
     def _prompt_request(self, draft: _Draft) -> GenerationRequest:
         return GenerationRequest(
-            tuple(self._chat.open_user_turn(draft.messages)),
+            tuple(self._chat.open_user_turn(draft.messages, draft.opening)),
             self._settings.max_prompt_tokens,
             self._sampled(draft, self._settings.prompt_temperature),
             frozenset({self._chat.end_of_user}) | self._end_ids,

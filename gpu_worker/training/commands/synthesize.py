@@ -36,6 +36,12 @@ def synthesize(
     second_turns: Annotated[
         float, typer.Option(min=0, max=1, help="Share that goes on for a second prompt.")
     ] = 0.25,
+    openings: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of prompts that are led into some kind of task.")
+    ] = 0.75,
+    quoting: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of conversations that a further one quotes from.")
+    ] = 0.15,
     max_answer_tokens: Annotated[int, typer.Option(min=1)] = 448,
     batch: Annotated[int, typer.Option(min=1, help="Texts that are written at the same time.")] = 64,
     seed: int = 1,
@@ -50,6 +56,8 @@ def synthesize(
         max_answer_tokens=max_answer_tokens,
         greedy_share=greedy_share,
         second_turn_share=second_turns,
+        opening_share=openings,
+        quoting_share=quoting,
     )
     context = settings.max_context_tokens
     num_pages = batch * -(-(context + 1) // _PAGE_SIZE)

@@ -9,7 +9,8 @@ import pytest
 
 from gpu_worker.config import WorkerConfig
 from gpu_worker.engine import build_engine
-from gpu_worker.training.batch_generator import BatchGenerator, GenerationRequest
+from gpu_worker.training import openings
+from gpu_worker.training.batch_generator import BatchGenerator, Generation, GenerationRequest
 from gpu_worker.training.chat import ChatTemplate
 from gpu_worker.training.conversations import read_shard, shard_path, shard_paths
 from gpu_worker.training.errors import TrainingError
@@ -116,3 +117,69 @@ def test_a_file_of_something_else_is_an_error(text: str, message: str, tmp_path:
     path.write_text(text, encoding="utf-8")
     with pytest.raises(TrainingError, match=message):
         read_prompts(path)
+
+
+class _Scripted:
+    """Stands in for the batch generator: whatever is asked for is written at once, in order."""
+
+    num_slots = 4
+
+    def __init__(self, chat: ChatTemplate, turn: str, answer: str) -> None:
+        self.requests: list[GenerationRequest] = []
+        self._chat = chat
+        self._turn = [*chat._encode(turn), chat.end_of_user]
+        self._answer = [*chat._encode(answer), chat.end_of_user]
+        self._waiting: list[GenerationRequest] = []
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.requests.append(request)
+        self._waiting.append(request)
+
+    def step(self) -> list[Generation]:
+        request = self._waiting.pop(0)
+        asks = self._chat.text(request.token_ids[-12:]).rstrip().endswith("assistant")
+        tokens = self._answer if asks else [*self._chat._encode(f" {len(self.requests)}"), *self._turn]
+        return [Generation(request, tuple(tokens), True, ())]
+
+
+def _written(
+    directory: Path, chat: ChatTemplate, end_ids: frozenset[int], **shares: float
+) -> tuple[list[str], Path]:
+    """The texts of one shard's conversations."""
+    settings = SynthesisSettings(
+        6, shard_size=6, second_turn_share=shares.pop("second_turn_share", 0.0), **shares
+    )
+    generator = _Scripted(chat, " and what else?", "because of that")
+    synthesizer = Synthesizer(generator, chat, end_ids, settings)  # type: ignore[arg-type]
+    synthesizer.write(directory, lambda *facts: None)
+    path = shard_path(directory, 0)
+    return [chat.text(conversation.token_ids) for conversation in read_shard(path)], path
+
+
+def test_prompts_begin_as_they_are_led_and_some_quote_an_answer(engine, tmp_path: Path) -> None:
+    chat = ChatTemplate(Path(engine.facts.tokenizer_path))
+    ends = frozenset(engine.facts.eos_token_ids)
+    led, path = _written(tmp_path / "led", chat, ends, opening_share=1.0, quoting_share=0.0)
+    assert len(led) == 6
+    begins = [opening.rstrip(" ") for kind in openings._KINDS for opening in kind]
+    assert all(any(begin in text for begin in begins) for text in led)
+    assert len({text[:30] for text in led}) > 2
+    again, same = _written(tmp_path / "again", chat, ends, opening_share=1.0, quoting_share=0.0)
+    assert again == led
+    assert same.read_bytes() == path.read_bytes()
+    quoted, _ = _written(tmp_path / "quoted", chat, ends, opening_share=0.0, quoting_share=1.0)
+    assert len(quoted) == 12  # each is followed by one that quotes it, and no further
+    assert [text.count("because of that") for text in quoted] == [1, 2] * 6
+
+
+def test_a_second_turn_looks_back(engine, tmp_path: Path) -> None:
+    chat = ChatTemplate(Path(engine.facts.tokenizer_path))
+    ends = frozenset(engine.facts.eos_token_ids)
+    shares = {"opening_share": 1.0, "quoting_share": 0.0, "second_turn_share": 1.0}
+    texts, _ = _written(tmp_path, chat, ends, **shares)
+    assert all(text.count("because of that") == 2 for text in texts)
+    assert all(any(back.rstrip(" ") in text for back in openings._BACK) for text in texts)
