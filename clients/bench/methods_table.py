@@ -51,7 +51,9 @@ def measure(
     concurrency: Annotated[str, typer.Option(metavar="N,...")] = "1,4,16",
     temperatures: Annotated[str, typer.Option(metavar="T,...")] = "0,1",
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="At most this many prompts, spread over the file.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 1,
     server_flags: Annotated[str, typer.Option(help='For draftline-server, e.g. "--dtype bfloat16".')] = "",
     json_out: Annotated[Path | None, typer.Option("--json", metavar="OUT")] = None,

@@ -40,14 +40,13 @@ class PromptRow:
 def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
     """Rows {id, category, turns} (the first turn becomes a chat message) or {prompt} (raw text).
 
+    Files are often sorted by category: with a limit the rows are taken evenly spread over the file, in its order.
     Raises WorkloadError for an unreadable file, a row of another form, or a file without rows.
     """
     rows: list[PromptRow] = []
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
-                if limit is not None and len(rows) >= limit:
-                    break
                 if line.strip():
                     rows.append(_row(path, number, line))
     except OSError as error:
@@ -56,7 +55,9 @@ def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
         raise WorkloadError(f"{path}: not UTF-8: {error}") from error
     if not rows:
         raise WorkloadError(f"{path}: no prompts")
-    return rows
+    if limit is None or limit >= len(rows):
+        return rows
+    return [rows[i * len(rows) // limit] for i in range(limit)]
 
 
 def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
