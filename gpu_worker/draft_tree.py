@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -92,6 +93,11 @@ class DraftTree:
         return replace(self, q=q)
 
 
+def int64_tensor(values: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    """The values as a tensor; for a few of them several times faster than torch.tensor."""
+    return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
+
+
 def tree_of(
     roots: list[int],
     tokens: list[list[int]],
@@ -117,9 +123,9 @@ def tree_of(
         indptr[r + 1] = len(all_tokens)
     return DraftTree(
         indptr=indptr,
-        tokens=torch.tensor(all_tokens, dtype=torch.int64, device=device),
-        parents=torch.tensor(all_parents, dtype=torch.int64, device=device),
-        depths=torch.tensor(depths, dtype=torch.int64, device=device),
+        tokens=int64_tensor(all_tokens, device),
+        parents=int64_tensor(all_parents, device),
+        depths=int64_tensor(depths, device),
         confidences=None if confidences is None else _flattened(confidences),
     )
 

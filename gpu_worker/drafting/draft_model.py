@@ -16,7 +16,7 @@ import torch
 
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.batching import SequenceRows, build_forward_batch
-from gpu_worker.draft_tree import DraftTree, chain_tree
+from gpu_worker.draft_tree import DraftTree, chain_tree, int64_tensor
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
 from gpu_worker.drafting.one_call import Grow, drafts_in_one_call
@@ -110,7 +110,7 @@ class DraftModelDrafter:
         """See Drafter.propose; a chain of g draft tokens costs g - 1 draft forward passes of one row each."""
         wanted = [self._room(request) for request in requests]
         slots = [request.slot for request in requests]
-        hidden = self._hidden.index_select(0, torch.tensor(slots, device=self._model.device))
+        hidden = self._hidden.index_select(0, int64_tensor(slots, self._model.device))
         if self._grow is not None and any(wanted) and (draws := self._choice.plain(slots)) is not None:
             tree = drafts_in_one_call(
                 self._table, self._grow, self._pool, slots, wanted, self._shape, draws, hidden, None

@@ -17,7 +17,7 @@ import torch
 
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.batching import SequenceRows, build_forward_batch, hide_first_token
-from gpu_worker.draft_tree import DraftTree, chain_tree
+from gpu_worker.draft_tree import DraftTree, chain_tree, int64_tensor
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
 from gpu_worker.drafting.one_call import drafts_in_one_call
@@ -107,7 +107,7 @@ class HiddenStateDrafter:
         """See Drafter.propose."""
         wanted = [self._room(request) for request in requests]
         slots = [request.slot for request in requests]
-        index = torch.tensor(slots, device=self._head.device)
+        index = int64_tensor(slots, self._head.device)
         state = HeadRows(self._recycled.index_select(0, index), self._normed.index_select(0, index))
         if self._grow is not None and any(wanted) and (draws := self._choice.plain(slots)) is not None:
             outputs = (state.normed, state.recycled)
@@ -204,10 +204,10 @@ class HiddenStateDrafter:
         if rows:
             sources = features
             if max(wanted) >= num_rows:
-                kept = torch.tensor([p.slot for p in progress], device=features.device)
+                kept = int64_tensor([p.slot for p in progress], features.device)
                 before = self._before.index_select(0, kept).to(features.dtype)
                 sources = torch.cat([features, before, features.new_zeros(1, features.shape[1])])
-            pairs = sources.index_select(0, torch.tensor(wanted, device=features.device))
+            pairs = sources.index_select(0, int64_tensor(wanted, features.device))
             self._run(rows, reached, pairs)
         self._keep(progress, features)
 
@@ -221,8 +221,8 @@ class HiddenStateDrafter:
             self._ready[row.slot] = at_end and p.num_known > p.num_computed
         device = pairs.device
         if ends[-1] > len(ends):
-            result = result.select(torch.tensor([end - 1 for end in ends], device=device))
-        slots = torch.tensor([row.slot for row in rows], device=device)
+            result = result.select(int64_tensor([end - 1 for end in ends], device))
+        slots = int64_tensor([row.slot for row in rows], device)
         self._recycled.index_copy_(0, slots, result.recycled.to(self._recycled.dtype))
         self._normed.index_copy_(0, slots, result.normed.to(self._normed.dtype))
 

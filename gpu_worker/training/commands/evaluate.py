@@ -49,7 +49,13 @@ def evaluate(
     tokens: Annotated[int, typer.Option(min=1, help="Draft tokens of a chain.")] = 4,
     nodes: Annotated[int, typer.Option(min=0, help="Nodes of a tree, measured too; 0: chains only.")] = 15,
     depth: Annotated[int, typer.Option(min=1, help="Levels of the tree.")] = 5,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Of a served answer, at most.")] = 256,
+    answer_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Of a served answer, at most; shorter than the texts, it is less than they give offline.",
+        ),
+    ] = 448,
     temperature: Annotated[float, typer.Option(min=0, help="Of the served answers.")] = 0.0,
     served: Annotated[bool, typer.Option(help="Also generate the answers anew with drafting on.")] = True,
     threads: Threads = 0,
