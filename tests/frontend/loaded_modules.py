@@ -41,7 +41,7 @@ def is_forbidden(name: str) -> bool:
     if name.startswith("draftline."):
         return not name.startswith("draftline.v1")
     if name.startswith("shared_mem."):
-        return name != "shared_mem.enums"
+        return name not in ("shared_mem.enums", "shared_mem.drafting_defaults")  # leaves
     return any(name == root or name.startswith(f"{root}.") for root in _FORBIDDEN)
 
 

@@ -112,7 +112,10 @@ def test_speculation_off() -> None:
         (["--model"], "Option '--model' requires an argument."),
         (["--speculation", "magic"], "speculation: unknown speculation method 'magic'; one of: "),
         (["--speculation", "ngram,ngram"], "speculation: a method is named twice"),
-        (["--speculation", "draft-model"], "speculation draft-model: --draft-model names no model"),
+        (
+            ["--model", "m", "--speculation", "draft-model"],
+            "speculation draft-model: --draft-model names no model",
+        ),
         (["--config", "/no/such.toml"], "--config /no/such.toml: No such file or directory"),
         (["--listen", "localhost"], "listen: 'localhost' is neither HOST:PORT nor unix:PATH"),
         (["--listen", "127.0.0.1:70000"], "listen: 127.0.0.1:70000: port 70000 is above 65535"),
