@@ -211,7 +211,7 @@ async def test_open_loop_does_not_wait_for_answers(service: FakeService, setting
     assert service.most_running == 6  # all arrive before the first is answered
     sent = sorted(record.sent for record in result.runs[0].records)
     expected = poisson_arrivals(6, 200.0, 0)
-    assert all(0 <= late - planned < 0.2 for late, planned in zip(sent, expected, strict=True))
+    assert all(late >= planned for late, planned in zip(sent, expected, strict=True))
 
 
 async def test_trace_replay(service: FakeService, settings: BenchSettings, tmp_path: Path):

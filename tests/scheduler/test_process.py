@@ -177,7 +177,11 @@ def test_serves_answers_queries_and_drains(service: Service) -> None:
     reply = service.receive(ServerReply)
     assert (reply.state, reply.num_pages, reply.max_batched_tokens) == ("serving", 64, 32)
     assert reply.workers[0].device == "cpu"
-    assert reply.speculation == SpeculationInForce(5, SpeculationMethod.NGRAM, 4, 0, load.num_steps + 1)
+    assert reply.speculation is not None
+    # a step that was planned ahead for a request which then ended may still be on its way
+    step = reply.speculation.effective_step
+    assert step in (load.num_steps + 1, load.num_steps + 2)
+    assert reply.speculation == SpeculationInForce(5, SpeculationMethod.NGRAM, 4, 0, step)
     assert reply.workers[0].heartbeat_age < 5
 
     service.worker.hold()
