@@ -72,8 +72,8 @@ class ServerConfig:
 def load_config(path: Path | None, given: Mapping[str, Any] | None = None) -> ServerConfig:
     """Reads a TOML file whose keys are ServerConfig's fields (speculation: a list of labels; heads: a table).
 
-    given: fields that win over the file's, as ServerConfig has them. Raises StartupError naming the file and the field for
-    anything unknown or of the wrong type.
+    given: fields that win over the file's, as ServerConfig has them. Raises StartupError naming the file and the field
+    for anything unknown or of the wrong type.
     """
     raw = {} if path is None else _read(path)
     settings = with_drafting_defaults({**raw, **(given or {})})
