@@ -69,9 +69,8 @@ class SchedulerClient:
         self._address = address
         self._on_status = on_status
         self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
-        self._monitor: zmq.asyncio.Socket | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._socket: zmq.asyncio.Socket | None = None  # while a scheduler is there
+        self._connecting: asyncio.Task[None] | None = None
         self._streams: dict[str, EventSink] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count(1)
@@ -80,30 +79,14 @@ class SchedulerClient:
 
     def start(self) -> None:
         """Connects, now or as soon as the scheduler is there, and again whenever it comes back."""
-        # Events wait in streams, which merge them; here a limit would lose them.
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        # Without a scheduler a send fails at once instead of waiting for one.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        self._monitor = self._socket.get_monitor_socket(events)
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch(self._monitor))]
-        self._socket.connect(self._address)
+        self._connecting = asyncio.create_task(self._stay_connected())
 
     async def close(self) -> None:
         """Ends the tasks and the socket; streams still open get nothing any more. May be called again."""
-        if self._socket.closed:
-            return
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
+        if self._connecting is not None:
+            self._connecting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await task
-        if self._monitor is not None:
-            self._socket.disable_monitor()
-            self._monitor.close()
-        self._socket.close(linger=_LINGER_MS)
+                await self._connecting
         self._context.term()
 
     async def submit(self, submit: Submit, stream: EventSink) -> None:
@@ -194,14 +177,14 @@ class SchedulerClient:
         return answer
 
     def _send(self, message: FrontendMessage) -> None:
-        sent = self._socket.send(encode(message), flags=zmq.NOBLOCK)
-        # Only the immediate outcome matters: what is not done yet waits behind an earlier send, in order.
-        if isinstance(sent, asyncio.Future) and sent.done() and sent.exception() is not None:
+        if self._socket is None:
             raise DraftlineError(ErrorReason.NOT_SERVING, "the scheduler is not there")
+        # Without a limit nothing waits, so the outcome is known at once: it is queued.
+        self._socket.send(encode(message), flags=zmq.NOBLOCK)
 
-    async def _receive(self) -> None:
+    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            data = await self._socket.recv()
+            data = await socket.recv()
             try:
                 self._dispatch(data)
             except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -229,11 +212,55 @@ class SchedulerClient:
             if reply is not None and not reply.done():
                 reply.set_result(message)
 
-    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+    async def _stay_connected(self) -> None:
         """Greets each scheduler that appears; tells when one is gone."""
         while True:
-            event = await recv_monitor_message(monitor)
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                await self._socket.send(encode(FrontendHello()))
-            elif event["event"] == zmq.EVENT_DISCONNECTED:
-                self._on_status(ServiceStatus("failed", detail="the scheduler is gone"))
+            await self._serve_one_scheduler()
+            self._on_status(ServiceStatus("failed", detail="the scheduler is gone"))
+
+    async def _serve_one_scheduler(self) -> None:
+        """From the wait for a scheduler to its end.
+
+        Each gets a socket of its own: what was meant for one that is gone must not reach the next.
+        """
+        socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
+        # Events wait in streams, which merge them; here a limit would lose them.
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.LINGER, 0)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        receiving = asyncio.create_task(self._receive(socket))
+        try:
+            socket.connect(self._address)
+            await _event(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            self._socket = socket
+            self._send(FrontendHello())
+            await _event(monitor, zmq.EVENT_DISCONNECTED)
+            await _hear_last_words(socket)
+        except asyncio.CancelledError:  # the frontend ends, not the scheduler: the last cancels are to go out
+            socket.setsockopt(zmq.LINGER, _LINGER_MS if self._socket is not None else 0)
+            raise
+        finally:
+            self._socket = None
+            receiving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await receiving
+            socket.disable_monitor()
+            monitor.close()
+            socket.close()
+
+
+async def _event(monitor: zmq.asyncio.Socket, wanted: int) -> None:
+    while (await recv_monitor_message(monitor))["event"] != wanted:
+        pass
+
+
+async def _hear_last_words(socket: zmq.asyncio.Socket) -> None:
+    """Lets the reader take what has come: why requests end is better told by the scheduler than by its absence.
+
+    ZeroMQ hands over all that it read before it reports the end of a connection.
+    """
+    while int(socket.get(zmq.EVENTS)) & zmq.POLLIN:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the last one may have been taken, but not been handled yet
