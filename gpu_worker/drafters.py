@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from gpu_worker.drafting.medusa import MedusaDrafter
 from gpu_worker.drafting.ngram import NgramDrafter
 from gpu_worker.drafting.portfolio import PortfolioDrafter
 from gpu_worker.drafting.suffix_store import SuffixStore
-from gpu_worker.drafting.tree_growth import TreeShape
+from gpu_worker.drafting.tree_growth import CHAINS, TreeShape
 from gpu_worker.drafting.tree_shape import MAX_NODES, assumed_hit_rates, build_product_tree
 from gpu_worker.errors import ModelError
 from gpu_worker.kernels.native import ThreadTeam
@@ -116,7 +117,12 @@ def build_drafters(
             assert weights.medusa is not None, "loaded with the others"
             tree = config.draft_shape != "chain"  # its trees are fixed ones
             drafters[method] = MedusaDrafter(
-                weights.medusa, sampler, table, config.max_draft_depth, tree=tree
+                weights.medusa,
+                sampler,
+                table,
+                config.max_draft_depth,
+                config.min_draft_probability,
+                tree=tree,
             )
         else:
             limit = weights.heads[method].config.max_position_embeddings
@@ -128,7 +134,9 @@ def build_drafters(
         path = weights.paths.get(method, "")
         facts.append(DrafterFacts(int(method), path, config.num_draft_tokens, limit, needs_hidden))
     if SpeculationMethod.PORTFOLIO in config.speculation:
-        drafters[SpeculationMethod.PORTFOLIO] = PortfolioDrafter(dict(drafters), table)
+        drafters[SpeculationMethod.PORTFOLIO] = PortfolioDrafter(
+            dict(drafters), table, config.min_draft_probability
+        )
         facts.append(DrafterFacts(int(SpeculationMethod.PORTFOLIO), "", config.num_draft_tokens, 0))
     return drafters, tuple(facts)
 
@@ -160,15 +168,14 @@ def _draft_model_drafter(
     )
 
 
-def _tree_shape(config: WorkerConfig, hit_rates: tuple[tuple[float, ...], ...] = ()) -> TreeShape | None:
+def _tree_shape(config: WorkerConfig, hit_rates: tuple[tuple[float, ...], ...] = ()) -> TreeShape:
     """hit_rates: as measured for the head, if they were (HeadConfig.hit_rates)."""
-    depth = config.max_draft_depth
-    if config.draft_shape == "chain":
-        return None
-    if config.draft_shape == "tree":
-        return TreeShape(depth)
-    rates = hit_rates or assumed_hit_rates(depth)
-    return TreeShape(depth, fixed=build_product_tree(rates[:depth], MAX_NODES))
+    depth, least = config.max_draft_depth, config.min_draft_probability
+    if config.draft_shape == "fixed-tree":
+        rates = hit_rates or assumed_hit_rates(depth)
+        return TreeShape(depth, fixed=build_product_tree(rates[:depth], MAX_NODES, least))
+    shape = TreeShape(depth) if config.draft_shape == "tree" else CHAINS
+    return replace(shape, least_value=math.log(least) if least > 0 else -math.inf)
 
 
 def _head_drafter(

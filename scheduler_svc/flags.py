@@ -100,6 +100,12 @@ def _command(
     max_draft_depth: Annotated[
         int | None, typer.Option(help="Depth of a head's draft, in tokens, at most.")
     ] = None,
+    min_draft_probability: Annotated[
+        float | None,
+        typer.Option(
+            help="A draft token is verified only if the chance that it and all before it are right is at least this."
+        ),
+    ] = None,
     disable_at_batch_size: Annotated[
         int | None, typer.Option(help="Running requests from which on nobody drafts; 0: never.")
     ] = None,

@@ -20,7 +20,7 @@ from gpu_worker.draft_tree import DraftTree, chain_tree, int64_tensor
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
 from gpu_worker.drafting.one_call import Grow, drafts_in_one_call
-from gpu_worker.drafting.tree_growth import TreeShape, grow_trees
+from gpu_worker.drafting.tree_growth import CHAINS, TreeShape, grow_trees
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.base import CausalLM
 from gpu_worker.models.heads.base import HeadRows
@@ -54,12 +54,9 @@ class DraftModelDrafter:
         *,
         draft_ids: torch.Tensor | None = None,
         vocab_size: int = 0,
-        shape: TreeShape | None = None,
+        shape: TreeShape = CHAINS,
     ) -> None:
-        """draft_ids [V] int64: the only ids it drafts; None: all. vocab_size: the target's, 0: the draft's own.
-
-        `shape` None drafts chains.
-        """
+        """draft_ids [V] int64: the only ids it drafts; None: all. vocab_size: the target's, 0: the draft's own."""
         self._model = model
         self._pool = pool
         self._attention = attention
@@ -69,7 +66,7 @@ class DraftModelDrafter:
         output = model.output_head(draft_ids)
         self._choice = ChoiceOfDrafts(output, draft_ids, vocab_size or model.config.vocab_size, sampler)
         self._grow: Grow | None = None  # drafts it all in one call
-        if isinstance(model, NativeCausalLM) and (shape is None or shape.fixed is None):
+        if isinstance(model, NativeCausalLM) and shape.fixed is None:
             self._grow = partial(model.tree, output=output, token_ids=draft_ids)
         self.max_context_tokens = model.config.max_position_embeddings
         num_slots = table.num_slots
@@ -111,15 +108,13 @@ class DraftModelDrafter:
         wanted = [self._room(request) for request in requests]
         slots = [request.slot for request in requests]
         hidden = self._hidden.index_select(0, int64_tensor(slots, self._model.device))
-        if self._grow is not None and any(wanted) and (draws := self._choice.plain(slots)) is not None:
+        draws = self._choice.plain(slots)
+        if self._grow is not None and any(wanted) and draws is not None:
             tree = drafts_in_one_call(
                 self._table, self._grow, self._pool, slots, wanted, self._shape, draws, hidden, None
             )
-            if self._shape is None:
-                for slot, begin, end in zip(slots, tree.host.indptr, tree.host.indptr[1:], strict=False):
-                    self._fed[slot] = tree.host.tokens[begin + 1 : end - 1]
-            return tree
-        if self._shape is None:
+            return self._remember_fed(slots, tree)
+        if self._shape.is_chain and (draws is None or not self._shape.prunes):
             return self._chains(slots, wanted, hidden)
 
         def expand(rows: list[SequenceRows], _: torch.Tensor) -> HeadRows:
@@ -127,7 +122,15 @@ class DraftModelDrafter:
             return HeadRows(computed, computed)
 
         state = HeadRows(hidden, hidden)
-        return grow_trees(self._table, slots, wanted, self._shape, state, expand, self._choice)
+        tree = grow_trees(self._table, slots, wanted, self._shape, state, expand, self._choice)
+        return self._remember_fed(slots, tree)
+
+    def _remember_fed(self, slots: list[int], tree: DraftTree) -> DraftTree:
+        """The tokens of chains whose KV was written in their own slots: all but the last, which was not run."""
+        if self._shape.is_chain:
+            for slot, begin, end in zip(slots, tree.host.indptr, tree.host.indptr[1:], strict=False):
+                self._fed[slot] = tree.host.tokens[begin + 1 : end - 1]
+        return tree
 
     def _room(self, request: DraftRequest) -> int:
         """Draft tokens that this request can get."""
@@ -136,7 +139,7 @@ class DraftModelDrafter:
         if not self._ready[slot] or self._computed[slot] != n:
             return 0
         room = min(self.max_context_tokens, self._table.capacity(slot)) - n
-        if self._shape is None:
+        if self._shape.is_chain:
             room += 1  # a chain's last token is not run
         return max(0, min(request.num_draft_tokens, room))
 

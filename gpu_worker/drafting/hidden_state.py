@@ -21,7 +21,7 @@ from gpu_worker.draft_tree import DraftTree, chain_tree, int64_tensor
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
 from gpu_worker.drafting.one_call import drafts_in_one_call
-from gpu_worker.drafting.tree_growth import TreeShape, grow_trees
+from gpu_worker.drafting.tree_growth import CHAINS, TreeShape, grow_trees
 from gpu_worker.forward_batch import ForwardBatch
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.heads.base import DraftHead, DraftsInOneCall, HeadRows
@@ -50,9 +50,8 @@ class HiddenStateDrafter:
         table: RequestTable,
         num_pages: int,
         num_target_layers: int,
-        shape: TreeShape | None = None,
+        shape: TreeShape = CHAINS,
     ) -> None:
-        """`shape` None drafts chains."""
         self.method = method
         config = head.config
         self.hidden_layers = config.hidden_layers(num_target_layers)
@@ -65,7 +64,7 @@ class HiddenStateDrafter:
         self._first = 0 if config.attends_first_slot else 1  # the first slot with a pair
         # One call drafts it all, unless the shape is a fixed one, or keys begin in the middle of a page: published
         # heads do not attend slot 0.
-        simple = self._first == 0 and (shape is None or shape.fixed is None)
+        simple = self._first == 0 and shape.fixed is None
         self._grow = head.tree if simple and isinstance(head, DraftsInOneCall) else None
         slots, h, size = table.num_slots, config.hidden_size, config.feature_size
         device = head.device
@@ -109,14 +108,15 @@ class HiddenStateDrafter:
         slots = [request.slot for request in requests]
         index = int64_tensor(slots, self._head.device)
         state = HeadRows(self._recycled.index_select(0, index), self._normed.index_select(0, index))
-        if self._grow is not None and any(wanted) and (draws := self._choice.plain(slots)) is not None:
+        draws = self._choice.plain(slots)
+        if self._grow is not None and any(wanted) and draws is not None:
             outputs = (state.normed, state.recycled)
             return drafts_in_one_call(
                 self._table, self._grow, self._pool, slots, wanted, self._shape, draws, *outputs
             )
-        if self._shape is not None:
-            return self._trees(slots, wanted, state)
-        return self._chains(slots, wanted, state)
+        if self._shape.is_chain and (draws is None or not self._shape.prunes):
+            return self._chains(slots, wanted, state)
+        return self._trees(slots, wanted, state)
 
     def _room(self, request: DraftRequest) -> int:
         """Draft tokens that this request can get."""
@@ -125,7 +125,7 @@ class HiddenStateDrafter:
             return 0
         limit = min(self._head.config.max_position_embeddings, self._table.capacity(slot))
         room = limit - int(self._table.num_tokens[slot])
-        if self._shape is None:
+        if self._shape.is_chain:
             room += 1  # a chain's last token is not run
         return max(0, min(request.num_draft_tokens, room))
 
@@ -167,8 +167,6 @@ class HiddenStateDrafter:
         return batch if self._first == 0 else hide_first_token(batch, self._table, rows)
 
     def _trees(self, slots: list[int], wanted: list[int], state: HeadRows) -> DraftTree:
-        assert self._shape is not None, "chains otherwise"
-
         def expand(rows: list[SequenceRows], recycled: torch.Tensor) -> HeadRows:
             return self._head.forward(self._batch(rows), recycled, self._pool, self._attention, recycled=True)
 

@@ -35,10 +35,14 @@ class MedusaDrafter:
         sampler: Sampler,
         table: RequestTable,
         max_depth: int,
+        least_probability: float = 0.0,
         *,
         tree: bool,
     ) -> None:
-        """max_depth bounds the levels; without `tree` each has one candidate."""
+        """max_depth bounds the levels; without `tree` each has one candidate.
+
+        least_probability: of a path being right, as the hit rates have it, from which on it is worth a row.
+        """
         config = heads.config
         self._heads = heads
         self._table = table
@@ -47,7 +51,9 @@ class MedusaDrafter:
         ]
         depth = min(max_depth, config.num_medusa_heads)
         rates = config.hit_rates or assumed_hit_rates(config.num_medusa_heads)
-        self._shape = build_product_tree([r if tree else r[:1] for r in rates[:depth]], MAX_NODES)
+        self._shape = build_product_tree(
+            [r if tree else r[:1] for r in rates[:depth]], MAX_NODES, least_probability
+        )
         self._hidden = torch.zeros(table.num_slots, config.hidden_size, device=heads.device)
         self._ready = np.zeros(table.num_slots, dtype=np.bool_)
 

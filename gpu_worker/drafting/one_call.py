@@ -24,18 +24,17 @@ def drafts_in_one_call(
     pool: PagedPool,
     slots: list[int],
     budgets: list[int],
-    shape: TreeShape | None,
+    shape: TreeShape,
     draws: PlainDraws,
     normed: torch.Tensor,
     recycled: torch.Tensor | None,
 ) -> DraftTree:
-    """tree_growth.grow_trees for slots whose drafts are ranked as `draws` says; `shape` None: chains.
+    """tree_growth.grow_trees for slots whose drafts are ranked as `draws` says.
 
     normed, recycled [R, h]: the outputs of head or model at each last known token; None where nothing is recycled.
     """
     lengths = table.num_tokens[slots]
     nodes = np.array(budgets, dtype=np.int32)
-    depth, children = (max(budgets), 1) if shape is None else (shape.max_depth, shape.max_children)
     num_pages = np.minimum(-(-(lengths + nodes) // table.page_size), table.num_pages[slots])
     indptr = np.zeros(len(slots) + 1, dtype=np.int32)
     np.cumsum(num_pages, out=indptr[1:])
@@ -48,8 +47,9 @@ def drafts_in_one_call(
         page_indptr=indptr,
         page_indices=np.concatenate(pages).astype(np.int32),
         budgets=nodes,
-        max_depth=max(depth, 1),
-        max_children=children,
+        max_depth=shape.max_depth,
+        max_children=shape.max_children,
+        least_value=shape.least_value,
         temperatures=draws.temperatures,
         seeds=draws.seeds,
     )

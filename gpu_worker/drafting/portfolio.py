@@ -58,15 +58,15 @@ class PortfolioDrafter:
         self,
         parts: Mapping[SpeculationMethod, Drafter],
         table: RequestTable,
-        least_value: float = 0.05,
+        least_probability: float = 0.05,
         probe_interval: int = 32,
     ) -> None:
-        """least_value: chance of being accepted from which on a node is worth a row of verification."""
+        """least_probability: chance of being accepted from which on a node is worth a row of verification."""
         assert parts, "the configuration names the parts"
         self._methods = tuple(parts)
         self._parts = tuple(parts.values())
         self._table = table
-        self._least_value = least_value
+        self._least_probability = least_probability
         self._probe_interval = probe_interval
         num_slots, num_parts = table.num_slots, len(parts)
         self._rates = SuccessRates(num_slots, num_parts)
@@ -139,7 +139,7 @@ class PortfolioDrafter:
         wanted: list[DraftRequest] = []
         for i, request in enumerate(requests):
             slot = request.slot
-            reach = self._rates.reach(slot, part, self._least_value)
+            reach = self._rates.reach(slot, part, self._least_probability)
             self._steps_unasked[slot, part] += 1
             if request.num_draft_tokens < 1 or (
                 reach == 0 and self._steps_unasked[slot, part] <= self._probe_interval
@@ -161,7 +161,7 @@ class PortfolioDrafter:
         if any(segment.laws is not None for segment in proposed.values()):
             # by what was measured before this round, never by the tokens just drawn
             return proposed[max(proposed, key=lambda part: rate(part, 1, Grade(0)))]
-        nodes = trie.best(request.num_draft_tokens, rate, self._least_value)
+        nodes = trie.best(request.num_draft_tokens, rate, self._least_probability)
         place = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
         return _Segment([trie.tokens[i] for i in nodes], [place[trie.parents[i]] for i in nodes], None)
 

@@ -37,12 +37,12 @@ class SuccessRates:
         place = _place(depth, grade.rank) if grade.confidence is None else _bucket(grade.confidence)
         return self._of_slots[slot][part][place]
 
-    def reach(self, slot: int, part: int, least_value: float) -> int:
-        """Levels down to which the part's best path is worth at least least_value; 0: not even its first node."""
+    def reach(self, slot: int, part: int, least_probability: float) -> int:
+        """Levels down to which the part's best path is worth at least least_probability; 0: not even its first node."""
         rates, worth = self._of_slots[slot][part], 1.0
         for depth in range(MAX_DEPTH):
             worth *= rates[depth * MAX_RANKS]
-            if worth < least_value:
+            if worth < least_probability:
                 return depth
         return MAX_DEPTH
 

@@ -17,7 +17,7 @@ import torch
 from gpu_worker.batching import SequenceRows
 from gpu_worker.draft_tree import DraftTree, tree_of
 from gpu_worker.drafting.choice import ChoiceOfDrafts
-from gpu_worker.drafting.tree_shape import ProductTree
+from gpu_worker.drafting.tree_shape import MAX_NODES, ProductTree
 from gpu_worker.models.heads.base import HeadRows
 from gpu_worker.request_state import RequestTable
 
@@ -31,6 +31,17 @@ class TreeShape:
     max_depth: int  # levels behind the root
     max_children: int = 8  # of one node
     fixed: ProductTree | None = None  # None: dynamic
+    least_value: float = -math.inf  # log-probability below which a node is not worth a row of verification
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node has two children."""
+        return self.max_children == 1 and self.fixed is None
+
+    @property
+    def prunes(self) -> bool:
+        """Whether some nodes may be worth too little."""
+        return self.least_value > -math.inf
 
     def levels(self, budget: int) -> int:
         """Levels of a tree of at most `budget` nodes."""
@@ -39,6 +50,9 @@ class TreeShape:
     def width(self, budget: int) -> int:
         """Nodes that are expanded per level: all levels' together fit the pages that the budget reserves."""
         return max(1, budget // max(1, self.levels(budget) - 1))
+
+
+CHAINS = TreeShape(max_depth=MAX_NODES, max_children=1)
 
 
 @dataclass
@@ -56,6 +70,7 @@ class _Growing:
     slot: int
     length: int  # known tokens; the first draft token has this index
     budget: int
+    least_value: float
     fixed: ProductTree | None = None  # of at most `budget` nodes
     nodes: list[_Node] = field(default_factory=list)
     expanded: list[int] = field(default_factory=list)
@@ -72,11 +87,12 @@ class _Growing:
         return tokens[::-1]
 
     def add_children(self, parent: int, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
-        """Children of a node in order of their log-probabilities; impossible ones are left out."""
+        """Children of a node in order of their log-probabilities; those that are worth too little are left out."""
         base, depth = (0.0, 0) if parent < 0 else (self.nodes[parent].value, self.nodes[parent].depth)
         for rank, place in self._wanted(parent, len(tokens)):
-            if log_probs[rank] > -np.inf:
-                self.nodes.append(_Node(tokens[rank], parent, depth + 1, base + log_probs[rank]))
+            value = base + log_probs[rank]
+            if value > -math.inf and value >= self.least_value:
+                self.nodes.append(_Node(tokens[rank], parent, depth + 1, value))
                 self.places.append(place)
 
     def _wanted(self, parent: int, count: int) -> list[tuple[int, int]]:
@@ -148,6 +164,7 @@ def grow_trees(
             slot,
             int(table.num_tokens[slot]),
             budget,
+            shape.least_value,
             None if shape.fixed is None else shape.fixed.best(budget, shape.max_depth),
         )
         for slot, budget in zip(slots, budgets, strict=True)
@@ -216,7 +233,7 @@ def _add_level(
     owners = [r for r, nodes in zip(live, parents, strict=True) for _ in nodes]
     slots = [growing[r].slot for r in owners]
     positions = [growing[r].length + len(path) for r, path in zip(owners, paths, strict=True)]
-    most = max(growing[r].budget for r in live)
+    most = max(tree.budget for tree in growing)
     count = min(shape.max_children, most)
     tokens, log_probs = choice.children(normed, slots, positions, paths, count)
     row = 0

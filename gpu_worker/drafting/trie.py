@@ -68,8 +68,8 @@ class DraftTrie:
             self.proposers[node].append((part, grade))
             places.append(node)
 
-    def best(self, num_nodes: int, success: SuccessRate, least_value: float) -> list[int]:
-        """The most valuable nodes, at most num_nodes, each behind its parent, none worth less than least_value.
+    def best(self, num_nodes: int, success: SuccessRate, least_probability: float) -> list[int]:
+        """The most valuable nodes, at most num_nodes, each behind its parent, none worth less than least_probability.
 
         A node is worth the chance that the whole path down to it is right; parts that agree on a node count as
         independent witnesses of it. No node is worth more than its parent, so taking the best one reachable is optimal.
@@ -83,7 +83,7 @@ class DraftTrie:
                 for part, grade in self.proposers[node]:
                     doubt *= 1.0 - success(part, depth, grade)
                 worth = value * (1.0 - doubt)
-                if worth >= least_value:
+                if worth >= least_probability:
                     heapq.heappush(heap, (-worth, node))
 
         reach(ROOT, 1.0)

@@ -41,6 +41,7 @@ class TreeStart:
     budgets: np.ndarray  # [D] nodes behind each root, at most
     max_depth: int
     max_children: int  # of one node
+    least_value: float  # log-probability below which a node is left out
     # Where the temperature is above 0 children are ranked by log q + coupled noise (sampling/random.py), not by q.
     temperatures: np.ndarray | None = None  # [D] float32; None: all 0
     seeds: np.ndarray | None = None  # [D] int64
@@ -101,6 +102,7 @@ def grow(
         None if start.seeds is None else address_of(start.seeds),
         start.max_depth,
         start.max_children,
+        start.least_value,
         lm_head.handle.address,
         ids,
     )

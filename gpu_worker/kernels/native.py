@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 
 from gpu_worker.errors import WorkerError
 
-_ABI_VERSION = 6
+_ABI_VERSION = 7
 _LIBRARY = Path(__file__).parent / "cpu" / "libdraftline_cpu.so"
 
 
@@ -138,6 +138,7 @@ class TreeStruct(ctypes.Structure):
         ("seeds", c_void_p),
         ("max_depth", c_int32),
         ("max_children", c_int32),
+        ("least_value", c_double),
         ("lm_head", c_void_p),
         ("target_ids", c_void_p),
     ]

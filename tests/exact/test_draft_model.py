@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu_worker.attention.reference import ReferenceAttention
-from gpu_worker.drafting.tree_growth import TreeShape
+from gpu_worker.drafting.tree_growth import CHAINS, TreeShape
 from gpu_worker.models.base import CausalLM
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
@@ -41,14 +41,14 @@ def _assert_draft_kv_is_fresh(engine: InProcessEngine, draft: CausalLM, slot: in
         torch.testing.assert_close(engine.draft_pool.keys[layer][slots], fresh, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("tree", [None, TreeShape(max_depth=3, max_children=3)])
+@pytest.mark.parametrize("tree", [CHAINS, TreeShape(max_depth=3, max_children=3)])
 @pytest.mark.parametrize("rule", [AcceptanceRule.COUPLED, AcceptanceRule.REJECTION, AcceptanceRule.BLOCK])
 def test_draft_kv_equals_a_cold_prefill_after_every_step(
-    rule: AcceptanceRule, tree: TreeShape | None, tiny: CausalLM, prompts: list[list[int]]
+    rule: AcceptanceRule, tree: TreeShape, tiny: CausalLM, prompts: list[list[int]]
 ) -> None:
     """Accepted runs of every length, at temperature 0.8: nothing provisional survives."""
     draft = tiny.truncated(1)
-    engine = InProcessEngine(tiny, draft=draft, tree=tree, num_draft_tokens=4 if tree is None else 8)
+    engine = InProcessEngine(tiny, draft=draft, tree=tree, num_draft_tokens=4 if tree.is_chain else 8)
     sampling = Sampling(0.8, 0, 1.0, 0.0, 0.0, 0.0, 1.0, 4)
     request = engine.submit(prompts[5], max_tokens=32, sampling=sampling, rule=rule)
     slots_seen = 0

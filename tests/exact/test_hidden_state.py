@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu_worker.drafting.hidden_state import HiddenStateDrafter
-from gpu_worker.drafting.tree_growth import TreeShape
+from gpu_worker.drafting.tree_growth import CHAINS, TreeShape
 from gpu_worker.models.base import CausalLM
 from scheduler_svc.messages import Sampling
 from scheduler_svc.scheduler.speculation_policy import SpeculationDecision, SpeculationFacts
@@ -24,11 +24,11 @@ TREE = TreeShape(max_depth=3, max_children=4)
 
 
 def make_engine(
-    kind: str, tiny: CausalLM, directory: Path, tree: TreeShape | None = None, **settings: object
+    kind: str, tiny: CausalLM, directory: Path, tree: TreeShape = CHAINS, **settings: object
 ) -> InProcessEngine:
     """An engine that drafts with a head of that kind."""
     head = tiny_head(kind, tiny, directory)
-    settings = {"num_draft_tokens": 9 if tree else 4} | settings
+    settings = {"num_draft_tokens": 4 if tree.is_chain else 9} | settings
     return InProcessEngine(tiny, heads={METHOD_OF_HEAD[kind]: head}, tree=tree, **settings)  # type: ignore[arg-type]
 
 
@@ -71,10 +71,10 @@ def test_medusa_hits_pages_of_anybody(tiny: CausalLM, prompts: list[list[int]]) 
     assert (output.token_ids, output.steps) == (cold_output.token_ids, cold_output.steps)
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [CHAINS, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_draft_state_equals_a_cold_pass_after_every_step(
-    kind: str, tree: TreeShape | None, tiny: CausalLM, tiny_model_dir: Path, prompts: list[list[int]]
+    kind: str, tree: TreeShape, tiny: CausalLM, tiny_model_dir: Path, prompts: list[list[int]]
 ) -> None:
     """Chunked prefill, then accepted and rejected runs at temperature 0.7: nothing provisional survives."""
     engine = make_engine(kind, tiny, tiny_model_dir, tree, max_batched_tokens=16)
@@ -138,10 +138,10 @@ def test_pages_without_the_heads_kv_are_computed_again(
     assert (output.token_ids, output.steps) == (cold_output.token_ids, cold_output.steps)
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [CHAINS, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", ["eagle-full", "eagle3"])
 def test_the_context_limit_holds(
-    kind: str, tree: TreeShape | None, tiny: CausalLM, tiny_model_dir: Path
+    kind: str, tree: TreeShape, tiny: CausalLM, tiny_model_dir: Path
 ) -> None:
     """Prompts of 57..63 tokens in a context of 64: as without speculation, and no position reaches the limit."""
     generator = np.random.default_rng(3)

@@ -44,7 +44,7 @@ def test_every_field_is_a_flag() -> None:
         "max_context_tokens": 13, "draft_in": "decode_only", "num_threads": 1, "drain_grace_seconds": 2.5,
         "runtime_dir": "/run/x", "metrics_listen": "127.0.0.1:2", "log_level": "debug",
         "admin_listen": "unix:/run/x/admin", "draft_shape": "tree", "max_draft_depth": 6,
-        "stream_interval_ms": 5.0, "disable_at_batch_size": 12,
+        "stream_interval_ms": 5.0, "disable_at_batch_size": 12, "min_draft_probability": 0.25,
     }  # fmt: skip
     assert {*flags, "prefix_cache", "suffix_store", "heads"} == set(ServerConfig.__dataclass_fields__)
     arguments = ["--no-prefix-cache", "--suffix-store", "--head", "mtp=/heads/mtp", "--head", "eagle3=a=b"]
@@ -94,6 +94,7 @@ def test_speculation_off() -> None:
         (["--dtype", "float16"], "dtype: 'float16' is not one of auto, float32, bfloat16, int8"),
         (["--draft-shape", "bush"], "draft_shape: 'bush' is not one of chain, tree, fixed-tree"),
         (["--max-draft-depth", "0"], "max_draft_depth: 0 is below 1"),
+        (["--min-draft-probability", "1"], "min_draft_probability: 1.0 is not within 0..1, without 1"),
         (["--max-draft-depth", "65"], "max_draft_depth: 65 is above 64"),
         (["--head", "mtp=x"], "heads: mtp is not among the methods of --speculation"),
         (["--head", "ngram=x"], "heads: 'ngram' is not one of eagle, mtp, medusa, eagle3"),

@@ -16,7 +16,7 @@ from gpu_worker.drafting.hidden_state import HiddenStateDrafter
 from gpu_worker.drafting.medusa import MedusaDrafter
 from gpu_worker.drafting.ngram import NgramDrafter
 from gpu_worker.drafting.portfolio import PortfolioDrafter
-from gpu_worker.drafting.tree_growth import TreeShape
+from gpu_worker.drafting.tree_growth import CHAINS, TreeShape
 from gpu_worker.kv_pool import KVPool, PagedPool
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.base import CausalLM
@@ -76,7 +76,7 @@ class InProcessEngine:
         ngram: bool = False,
         heads: Mapping[SpeculationMethod, DraftHead] | None = None,
         medusa: MedusaHeads | None = None,
-        tree: TreeShape | None = None,
+        tree: TreeShape = CHAINS,
         scripted: Mapping[SpeculationMethod, DrafterFactory] | None = None,
         portfolio: bool = False,
         page_size: int = 4,
@@ -133,14 +133,14 @@ class InProcessEngine:
         if medusa is not None:
             depth = medusa.config.num_medusa_heads
             self.drafters[SpeculationMethod.MEDUSA] = MedusaDrafter(
-                medusa, self.sampler, self.table, depth, tree=tree is not None
+                medusa, self.sampler, self.table, depth, tree=not tree.is_chain
             )
         for method, factory in (scripted or {}).items():
             self.drafters[method] = factory(self.table)
         if portfolio:  # of all others, and the default
             parts = dict(self.drafters)
             self.drafters = {
-                SpeculationMethod.PORTFOLIO: PortfolioDrafter(parts, self.table, least_value=0.0),
+                SpeculationMethod.PORTFOLIO: PortfolioDrafter(parts, self.table, least_probability=0.0),
                 **parts,
             }
         self.runner = ModelRunner(target, self.pool, attention(), self.sampler, self.table, self.drafters)

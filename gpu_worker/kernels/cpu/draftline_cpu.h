@@ -8,7 +8,7 @@
 #define DL_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change to a struct or signature below; the loader refuses a library with another number.
-constexpr int32_t kDlAbiVersion = 6;
+constexpr int32_t kDlAbiVersion = 7;
 
 typedef struct DlTeam DlTeam;
 typedef struct DlLinear DlLinear;
@@ -112,6 +112,7 @@ typedef struct DlTree {
   const int64_t* seeds;         // [D] of that noise
   int32_t max_depth;
   int32_t max_children;         // of one node, at most 64
+  double least_value;           // nodes worth less are left out; at most 0
   const DlLinear* lm_head;
   const int64_t* target_ids;    // [columns of lm_head]: the ids that they stand for; null: their own numbers
 } DlTree;

@@ -246,6 +246,7 @@ void DlModel::check_tree(const DlTree& tree) const {
   require(tree.max_depth >= 1 && tree.max_children >= 1 && tree.max_children <= 64,
           "max_depth, max_children: " + number(tree.max_depth) + ", " + number(tree.max_children) +
               " are not positive, or more than 64 children");
+  require(tree.least_value <= 0, "least_value: a log-probability is not above 0");
   check_output(*tree.lm_head, tree.target_ids);
   for (int64_t d = 0; d < tree.num_sequences; d++) {
     const std::string sequence = " of sequence " + number(d);
@@ -296,12 +297,13 @@ void DlModel::run_tree(Team& team, const DlPool& pool, const DlTree& tree, const
           const size_t at = row * children + c;
           const int64_t column = found.columns[at];
           const int64_t token = tree.target_ids == nullptr ? column : tree.target_ids[column];
-          g->nodes.push_back({token, parent, level, above + static_cast<double>(found.log_probabilities[at])});
+          const double value = above + static_cast<double>(found.log_probabilities[at]);
+          if (value >= tree.least_value) g->nodes.push_back({token, parent, level, value});
         }
       }
       if (level >= g->levels) continue;
       g->choose_beam(first);
-      next.push_back(g);
+      if (g->beam > 0) next.push_back(g);
     }
     live = next;
     if (live.empty()) break;

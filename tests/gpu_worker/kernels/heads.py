@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -212,6 +213,7 @@ def tree_start(
     budgets: list[int],
     max_depth: int,
     max_children: int,
+    least_value: float = -math.inf,
 ) -> TreeStart:
     """The start of drafts behind the computed tokens of each sequence, whose pages of 16 hold them."""
     return TreeStart(
@@ -224,4 +226,5 @@ def tree_start(
         np.array(budgets, np.int32),
         max_depth,
         max_children,
+        least_value,
     )
