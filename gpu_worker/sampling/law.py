@@ -10,6 +10,8 @@ from gpu_worker.kernels.draws import MAX_DRAWS, gumbel_topk
 from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.sampling.random import keyed_gumbel
 
+NUM_CONTENDERS = 8  # as kernels/cpu/tree.cpp has it
+
 
 @dataclass(frozen=True)
 class Law:
@@ -35,15 +37,16 @@ class Law:
         """The `count` candidates of largest weight, [n, count] ids and their log-probabilities, best first.
 
         With keys [n] each weight first gets the Gumbel noise that `draw` would add: the best is what it would draw, and
-        probabilities are relative to the few that are returned.
+        probabilities are relative to the few that come near, at least NUM_CONTENDERS.
         """
         count = min(count, self.log_weights.shape[1])
         if keys is None:
             values, columns = self.log_weights.topk(count, dim=-1)
             total = self.log_weights.logsumexp(dim=-1, keepdim=True)
         else:
-            columns, values = self._noisiest(keys, count)
+            columns, values = self._noisiest(keys, min(max(count, NUM_CONTENDERS), self.log_weights.shape[1]))
             total = values.logsumexp(dim=-1, keepdim=True)
+            columns, values = columns[:, :count], values[:, :count]
         ids = columns if self.token_ids is None else self.token_ids.gather(1, columns)
         return ids, values - total
 

@@ -97,8 +97,8 @@ def test_both_ways_give_the_same_drafts(
         sampled = msgspec.structs.replace(GREEDY, temperature=temperature if i % 3 else 0.0, seed=i)
         engine.submit(prompt, max_tokens=min(72 - len(prompt), 14 + 6 * i), sampling=sampled)
     engine.run()
-    if not shape.prunes:
-        assert max(seen) > budget
-    if shape.prunes and (temperature == 0 or not shape.is_chain):  # of one candidate with noise nothing is known
+    if shape.prunes:
         assert sum(seen) < 0.9 * sum(allowed)
+    else:
+        assert max(seen) > budget
     assert len(seen) > 12

@@ -19,6 +19,8 @@ namespace {
 
 std::string number(int64_t value) { return std::to_string(value); }
 
+constexpr int32_t kNumContenders = 8;  // as gpu_worker/sampling/law.py has it
+
 struct Node {
   int64_t token;
   int32_t parent;  // index of an earlier node; -1: the root
@@ -109,20 +111,24 @@ void rank_rows(const DlTree& tree, Team& team, const Kernels& kernels, int32_t g
     for (int64_t i = 0; i < rows * count; i++) log_probabilities[i] -= lse[static_cast<size_t>(i / count)];
     return;
   }
-  std::vector<float> weights(static_cast<size_t>(rows * n));
+  // How far the best is ahead of those that come near says how likely the target is to draw it too.
+  const auto looked = static_cast<int32_t>(std::min<int64_t>(std::max(count, kNumContenders), n));
+  std::vector<float> weights(static_cast<size_t>(rows * n)), values(static_cast<size_t>(rows * looked));
+  std::vector<int64_t> best(static_cast<size_t>(rows * looked));
   run_linear(*tree.lm_head, team, kernels, group, of.rows.data(), rows, weights.data());
   for (int64_t row = 0; row < rows; row++) {
     float* w = weights.data() + row * n;
     const float most = *std::max_element(w, w + n), temperature = of.temperatures[static_cast<size_t>(row)];
     for (int64_t c = 0; c < n; c++) w[c] = (w[c] - most) / temperature;
   }
-  run_gumbel_topk(team, weights.data(), tree.target_ids, 0, of.keys.data(), rows, n, count, columns, log_probabilities);
-  for (int64_t row = 0; row < rows; row++) {  // relative to the few that are looked at
-    float* values = log_probabilities + row * count;
+  run_gumbel_topk(team, weights.data(), tree.target_ids, 0, of.keys.data(), rows, n, looked, best.data(), values.data());
+  for (int64_t row = 0; row < rows; row++) {
+    const float* of_row = values.data() + row * looked;
     double sum = 0;
-    for (int32_t c = 0; c < count; c++) sum += std::exp(static_cast<double>(values[c] - values[0]));
-    const float total = values[0] + static_cast<float>(std::log(sum));
-    for (int32_t c = 0; c < count; c++) values[c] -= total;
+    for (int32_t c = 0; c < looked; c++) sum += std::exp(static_cast<double>(of_row[c] - of_row[0]));
+    const float total = of_row[0] + static_cast<float>(std::log(sum));
+    std::copy_n(best.data() + row * looked, count, columns + row * count);
+    for (int32_t c = 0; c < count; c++) log_probabilities[row * count + c] = of_row[c] - total;
   }
 }
 
