@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,9 @@ from gpu_worker.kernels.draws import MAX_DRAWS, gumbel_topk
 from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.sampling.random import keyed_gumbel
 
-NUM_CONTENDERS = 8  # as kernels/cpu/tree.cpp has it
+# Drafts whose softmax over the noisy weights of the contenders is c turn out right in SURE_FACTOR * c ** SURE_EXPONENT of
+# all cases: measured with an EAGLE-3 head at temperature 1, within 0.03 from c = 0.2 to 0.95. As in kernels/cpu/tree.cpp.
+NUM_CONTENDERS, SURE_FACTOR, SURE_EXPONENT = 8, 0.75, 1.4
 
 
 @dataclass(frozen=True)
@@ -36,19 +39,21 @@ class Law:
     def best(self, count: int, keys: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The `count` candidates of largest weight, [n, count] ids and their log-probabilities, best first.
 
-        With keys [n] each weight first gets the Gumbel noise that `draw` would add: the best is what it would draw, and
-        probabilities are relative to the few that come near, at least NUM_CONTENDERS.
+        With keys [n] each weight first gets the Gumbel noise that `draw` would add: the best is what it would draw. The
+        log-probabilities then say how often a law close to this one draws the same under the same noise, judging by
+        how far ahead of NUM_CONTENDERS others it is (SURE_FACTOR, SURE_EXPONENT).
         """
         count = min(count, self.log_weights.shape[1])
         if keys is None:
             values, columns = self.log_weights.topk(count, dim=-1)
-            total = self.log_weights.logsumexp(dim=-1, keepdim=True)
+            values = values - self.log_weights.logsumexp(dim=-1, keepdim=True)
         else:
             columns, values = self._noisiest(keys, min(max(count, NUM_CONTENDERS), self.log_weights.shape[1]))
-            total = values.logsumexp(dim=-1, keepdim=True)
-            columns, values = columns[:, :count], values[:, :count]
+            ahead = values - values.logsumexp(dim=-1, keepdim=True)
+            columns = columns[:, :count]
+            values = SURE_EXPONENT * ahead[:, :count] + math.log(SURE_FACTOR)
         ids = columns if self.token_ids is None else self.token_ids.gather(1, columns)
-        return ids, values - total
+        return ids, values
 
     def _noisiest(self, keys: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Columns [n, count] with the largest log p + noise under keys [n] int64, and those sums, best first."""

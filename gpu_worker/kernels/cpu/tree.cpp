@@ -19,7 +19,9 @@ namespace {
 
 std::string number(int64_t value) { return std::to_string(value); }
 
-constexpr int32_t kNumContenders = 8;  // as gpu_worker/sampling/law.py has it
+// As in gpu_worker/sampling/law.py.
+constexpr int32_t kNumContenders = 8;
+constexpr float kSureFactor = 0.75f, kSureExponent = 1.4f;
 
 struct Node {
   int64_t token;
@@ -128,7 +130,9 @@ void rank_rows(const DlTree& tree, Team& team, const Kernels& kernels, int32_t g
     for (int32_t c = 0; c < looked; c++) sum += std::exp(static_cast<double>(of_row[c] - of_row[0]));
     const float total = of_row[0] + static_cast<float>(std::log(sum));
     std::copy_n(best.data() + row * looked, count, columns + row * count);
-    for (int32_t c = 0; c < count; c++) log_probabilities[row * count + c] = of_row[c] - total;
+    for (int32_t c = 0; c < count; c++) {
+      log_probabilities[row * count + c] = kSureExponent * (of_row[c] - total) + std::log(kSureFactor);
+    }
   }
 }
 
