@@ -140,9 +140,7 @@ def test_pages_without_the_heads_kv_are_computed_again(
 
 @pytest.mark.parametrize("tree", [CHAINS, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", ["eagle-full", "eagle3"])
-def test_the_context_limit_holds(
-    kind: str, tree: TreeShape, tiny: CausalLM, tiny_model_dir: Path
-) -> None:
+def test_the_context_limit_holds(kind: str, tree: TreeShape, tiny: CausalLM, tiny_model_dir: Path) -> None:
     """Prompts of 57..63 tokens in a context of 64: as without speculation, and no position reaches the limit."""
     generator = np.random.default_rng(3)
     prompts = [generator.integers(3, 290, n).tolist() for n in range(57, 64)]

@@ -26,7 +26,9 @@ from tests.harness.tiny_heads import tiny_head
 KINDS = ("eagle-full", "eagle3", "eagle3-normed", "mtp", "draft-model", "draft-model-of-some-ids")
 
 
-def _compared(drafter: HiddenStateDrafter | DraftModelDrafter, seen: list[int], allowed: list[int], rtol: float) -> None:
+def _compared(
+    drafter: HiddenStateDrafter | DraftModelDrafter, seen: list[int], allowed: list[int], rtol: float
+) -> None:
     """Makes the drafter propose in both ways."""
     propose, grow = drafter.propose, drafter._grow
     assert grow is not None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import pytest
 import torch
 
 from gpu_worker.batching import SequenceRows
@@ -47,3 +50,25 @@ def test_the_nodes_are_those_of_the_shape() -> None:
         expected = [int("".join(str(rank + 1) for rank in path)) for path in paths]
         assert sorted(tokens) == sorted(expected)
         assert tree.depths[begin:end].tolist()[1:] == sorted(len(path) for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("least", "expected"),
+    [(-math.inf, [1, 2, 11, 12, 21, 22, 111]), (-2.5, [1, 2, 11]), (-0.5, [])],
+    ids=["all", "some", "none"],
+)
+def test_nodes_that_are_worth_too_little_are_left_out(least: float, expected: list[int]) -> None:
+    """Nor are they drafted on: 21 is worth -3, as 111 and 12 are."""
+    table = RequestTable(1, 64, 16, torch.device("cpu"))
+    table.admit(Admission(0, 1, np.array([5, 6], dtype=np.int32), 2, 0, 0, SamplingRecord()))
+    state = HeadRows(torch.zeros(1, 4), torch.zeros(1, 4))
+    expanded: list[int] = []
+
+    def expand(rows: list[SequenceRows], recycled: torch.Tensor) -> HeadRows:
+        expanded.extend(rows[0].extra_ids)
+        return HeadRows(recycled, recycled)
+
+    shape = TreeShape(max_depth=3, max_children=2, least_value=least)
+    tree = grow_trees(table, [0], [7], shape, state, expand, _Candidates())  # type: ignore[arg-type]
+    assert sorted(tree.tokens.tolist()[1:]) == expected
+    assert set(expanded) <= set(expected)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gpu_worker.draft_tree import chain_tree
+from gpu_worker.sampling.law import SURE_FACTOR, Law
 from gpu_worker.sampling.random import gumbel_noise
 from gpu_worker.sampling.sampler import Sampler
 from shared_mem.enums import AcceptanceRule
@@ -123,3 +124,19 @@ def test_seeds_use_all_64_bits():
         texts = [[step.token_ids[slot][0] for step in steps] for slot in (0, 1)]
         drawn += texts
     assert len({tuple(text) for text in drawn}) == 4
+
+
+def test_a_draft_under_noise_knows_how_sure_it_is() -> None:
+    """The same probability however many candidates are asked for; a similar law draws the same where it is high."""
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.randn(4000, 300, generator=generator) * 3
+    similar = Law(weights + 0.5 * torch.randn(4000, 300, generator=generator), None)
+    keys = torch.arange(4000) * 7919
+    ids, sure = Law(weights, None).best(1, keys)
+    of_three = Law(weights, None).best(3, keys)
+    assert torch.equal(ids[:, 0], of_three[0][:, 0])
+    torch.testing.assert_close(sure[:, 0], of_three[1][:, 0])
+    right = (similar.draw(keys) == ids[:, 0]).float()
+    doubtful, certain = sure[:, 0].exp() < 0.35, sure[:, 0].exp() > 0.65
+    assert right[certain].mean() > right[doubtful].mean() + 0.3
+    assert sure.exp().max() <= SURE_FACTOR
