@@ -16,7 +16,7 @@ import torch
 
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.batching import SequenceRows, build_forward_batch
-from gpu_worker.draft_tree import DraftTree, chain_tree, int64_tensor
+from gpu_worker.draft_tree import DraftTree, chain_tree
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
 from gpu_worker.drafting.one_call import Grow, drafts_in_one_call
@@ -26,6 +26,7 @@ from gpu_worker.models.base import CausalLM
 from gpu_worker.models.heads.base import HeadRows
 from gpu_worker.models.native import NativeCausalLM
 from gpu_worker.request_state import RequestTable
+from gpu_worker.row_selection import put_rows, take_rows
 from gpu_worker.sampling.sampler import Sampler
 from shared_mem.enums import SpeculationMethod
 from shared_mem.records import Admission
@@ -107,7 +108,7 @@ class DraftModelDrafter:
         """See Drafter.propose; a chain of g draft tokens costs g - 1 draft forward passes of one row each."""
         wanted = [self._room(request) for request in requests]
         slots = [request.slot for request in requests]
-        hidden = self._hidden.index_select(0, int64_tensor(slots, self._model.device))
+        hidden = take_rows(self._hidden, slots)
         draws = self._choice.plain(slots)
         if self._grow is not None and any(wanted) and draws is not None:
             tree = drafts_in_one_call(
@@ -210,9 +211,7 @@ class DraftModelDrafter:
                 slots.append(row.slot)
                 ends.append(end - 1)
         if slots:
-            device = hidden.device
-            last = hidden.index_select(0, torch.tensor(ends, device=device))
-            self._hidden[torch.tensor(slots, device=device)] = last.to(self._hidden.dtype)
+            put_rows(self._hidden, slots, take_rows(hidden, ends))
 
     def _step(self, slots: list[int], tokens: list[int], offset: int) -> torch.Tensor:
         """One draft row per slot: the token `offset` places behind the known ones. Returns hidden [M, h]."""

@@ -17,7 +17,7 @@ import torch
 
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.batching import SequenceRows, build_forward_batch, hide_first_token
-from gpu_worker.draft_tree import DraftTree, chain_tree, int64_tensor
+from gpu_worker.draft_tree import DraftTree, chain_tree
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
 from gpu_worker.drafting.one_call import drafts_in_one_call
@@ -26,6 +26,7 @@ from gpu_worker.forward_batch import ForwardBatch
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.heads.base import DraftHead, DraftsInOneCall, HeadRows
 from gpu_worker.request_state import RequestTable
+from gpu_worker.row_selection import put_rows, take_rows
 from gpu_worker.sampling.sampler import Sampler
 from shared_mem.enums import SpeculationMethod
 from shared_mem.records import Admission
@@ -106,8 +107,7 @@ class HiddenStateDrafter:
         """See Drafter.propose."""
         wanted = [self._room(request) for request in requests]
         slots = [request.slot for request in requests]
-        index = int64_tensor(slots, self._head.device)
-        state = HeadRows(self._recycled.index_select(0, index), self._normed.index_select(0, index))
+        state = HeadRows(take_rows(self._recycled, slots), take_rows(self._normed, slots))
         draws = self._choice.plain(slots)
         if self._grow is not None and any(wanted) and draws is not None:
             outputs = (state.normed, state.recycled)
@@ -202,11 +202,9 @@ class HiddenStateDrafter:
         if rows:
             sources = features
             if max(wanted) >= num_rows:
-                kept = int64_tensor([p.slot for p in progress], features.device)
-                before = self._before.index_select(0, kept).to(features.dtype)
+                before = take_rows(self._before, [p.slot for p in progress]).to(features.dtype)
                 sources = torch.cat([features, before, features.new_zeros(1, features.shape[1])])
-            pairs = sources.index_select(0, int64_tensor(wanted, features.device))
-            self._run(rows, reached, pairs)
+            self._run(rows, reached, take_rows(sources, wanted))
         self._keep(progress, features)
 
     def _run(self, rows: list[SequenceRows], reached: list[TargetProgress], pairs: torch.Tensor) -> None:
@@ -217,12 +215,9 @@ class HiddenStateDrafter:
             self._computed[row.slot] = row.first + row.num_known
             at_end = self._computed[row.slot] == self._table.num_tokens[row.slot]
             self._ready[row.slot] = at_end and p.num_known > p.num_computed
-        device = pairs.device
-        if ends[-1] > len(ends):
-            result = result.select(int64_tensor([end - 1 for end in ends], device))
-        slots = int64_tensor([row.slot for row in rows], device)
-        self._recycled.index_copy_(0, slots, result.recycled.to(self._recycled.dtype))
-        self._normed.index_copy_(0, slots, result.normed.to(self._normed.dtype))
+        last, slots = [end - 1 for end in ends], [row.slot for row in rows]
+        put_rows(self._recycled, slots, take_rows(result.recycled, last))
+        put_rows(self._normed, slots, take_rows(result.normed, last))
 
     def _keep(self, progress: Sequence[TargetProgress], features: torch.Tensor) -> None:
         """Features of page ends, for prefix hits, and of the last token of a chunk, for the next chunk."""
