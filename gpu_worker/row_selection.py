@@ -1,4 +1,4 @@
-"""Rows of a tensor by number, on the worker's hot path: mostly one, or a run of them, which need no copy. A leaf module."""
+"""Rows of a tensor by number, on the worker's hot path: mostly a run of them, which needs no copy. A leaf module."""
 
 from __future__ import annotations
 

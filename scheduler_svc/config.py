@@ -50,7 +50,9 @@ class ServerConfig:
         False  # n-gram lookup also searches recent outputs of other requests of the same salt
     )
     max_draft_depth: int = 4  # draft tokens from the root of a head's draft to its deepest node, at most
-    min_draft_probability: float = 0.0  # chance of being right below which a draft token is not worth verifying
+    min_draft_probability: float = (
+        0.0  # of a draft token and all before it being right: else it is not verified
+    )
     disable_at_batch_size: int = (
         0  # running sequences from which on nobody drafts, until an operator says else; 0: never
     )
@@ -163,7 +165,9 @@ def check(config: ServerConfig) -> ServerConfig:
         if getattr(config, field) > MAX_DRAFT_TOKENS:
             raise StartupError(f"{field}: {getattr(config, field)} is above {MAX_DRAFT_TOKENS}")
     if not 0 <= config.min_draft_probability < 1:
-        raise StartupError(f"min_draft_probability: {config.min_draft_probability} is not within 0..1, without 1")
+        raise StartupError(
+            f"min_draft_probability: {config.min_draft_probability} is not within 0..1, without 1"
+        )
     choices = {
         "dtype": ("auto", "float32", "bfloat16", "int8"),
         "device": ("auto", "cpu", "cuda"),

@@ -73,11 +73,11 @@ def build_product_tree(
 ) -> ProductTree:
     """The tree of at most num_nodes nodes behind the root with the most accepted tokens expected.
 
-    hit_rates[d][r]: how often the candidate of rank r at depth d + 1 is the token that comes, given that its parent
-    was right; at most 1 in sum per depth. A node is worth the product along its path, which never grows downwards:
-    taking the best reachable node again and again therefore gives the optimal tree of every size. Candidates that
-    never hit, or paths less probable than least_probability, get no node, so the tree may be smaller. Raises ValueError naming depth, rank and value of a rate that
-    is none.
+    hit_rates[d][r]: how often the candidate of rank r at depth d + 1 is the token that comes, given that its parent was
+    right; at most 1 in sum per depth. A node is worth the product along its path, which never grows downwards: taking
+    the best reachable node again and again therefore gives the optimal tree of every size. Candidates that never hit,
+    or paths less probable than least_probability, get no node, so the tree may be smaller. Raises ValueError naming
+    depth, rank and value of a rate that is none.
     """
     orders = [_ranks_by_rate(rates, depth) for depth, rates in enumerate(hit_rates, start=1)]
     ranks: list[int] = []
