@@ -21,7 +21,7 @@ class WorkerConfig:
     heads: tuple[tuple[SpeculationMethod, str], ...] = ()
     draft_shape: str = "chain"
     max_draft_depth: int = 4
-    min_draft_probability: float = 0.0
+    min_draft_probability: float = 0.2
     suffix_store: bool = False
     page_size: int = 16
     num_pages: int = 0

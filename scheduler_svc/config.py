@@ -51,7 +51,7 @@ class ServerConfig:
     )
     max_draft_depth: int = 4  # draft tokens from the root of a head's draft to its deepest node, at most
     min_draft_probability: float = (
-        0.0  # of a draft token and all before it being right: else it is not verified
+        0.2  # of a draft token and all before it being right: else it is not verified
     )
     disable_at_batch_size: int = (
         0  # running sequences from which on nobody drafts, until an operator says else; 0: never

@@ -276,7 +276,7 @@ def test_a_dead_worker_ends_streams_with_unavailable(tiny_model_dir: Path) -> No
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "worker is lost" in caught.value.details()
         assert time.monotonic() - killed < 4  # seen by its closed connection, before its heartbeat is missed
-        ended = service.stop()
+        ended = service.wait_ended()
     assert ended.code == 1
     assert leftovers() <= before
 

@@ -74,6 +74,11 @@ class Service:
             raise
         return Exit(self.process.returncode, stdout, self.stderr())
 
+    def wait_ended(self, timeout: float = 60) -> Exit:
+        """Waits for a service that ends by itself."""
+        stdout, _ = self.process.communicate(timeout=timeout)
+        return Exit(self.process.returncode, stdout, self.stderr())
+
     def children(self) -> dict[str, int]:
         """Role -> pid of the service's processes."""
         import psutil
