@@ -16,8 +16,6 @@ QUESTION = (
     "Rewrite this as a numbered list: Wash the rice. Soak the rice for ten minutes. Bring the water to a boil. "
     "Add the rice to the boiling water. Let the rice rest."
 )
-# A trained EAGLE-3 head and n-gram lookup together, in one tree a step.
-DRAFTING = ["--speculation", "portfolio,eagle3,ngram", "--draft-shape", "tree", "--num-draft-tokens", "6"]
 
 
 def main() -> int:
@@ -25,7 +23,7 @@ def main() -> int:
     commands = Path(sys.executable).parent
     started = time.perf_counter()
     server = subprocess.Popen(
-        [commands / "draftline-server", "--listen", "127.0.0.1:0", "--log-level", "warning", *DRAFTING],
+        [commands / "draftline-server", "--listen", "127.0.0.1:0", "--log-level", "warning"],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -7,6 +7,7 @@ import os
 import socket
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,19 @@ def write(path: Path, text: str) -> str:
 def test_without_arguments() -> None:
     launch = parse([])
     assert launch is not None
-    assert (launch.config, launch.role) == (ServerConfig(), Role.ALL)
+    assert launch.role == Role.ALL
+    drafting = {
+        "speculation": (SpeculationMethod.PORTFOLIO, SpeculationMethod.EAGLE3, SpeculationMethod.NGRAM),
+        "draft_shape": "tree", "num_draft_tokens": 6, "max_draft_depth": 6, "disable_at_batch_size": 4,
+    }  # fmt: skip
+    assert launch.config == ServerConfig(**drafting), "the embedded model has a head of its own"
+
+
+@pytest.mark.parametrize("arguments", [["--model", "m"], ["--speculation", "ngram"]])
+def test_lookup_alone_drafts_for_other_models(arguments: list[str]) -> None:
+    launch = parse(arguments)
+    assert launch is not None
+    assert replace(launch.config, model="") == ServerConfig()
 
 
 def test_every_field_is_a_flag() -> None:
