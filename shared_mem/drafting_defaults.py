@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# The embedded model has a trained head of its own. Together with n-gram lookup it is as fast as lookup alone where texts
-# repeat themselves, and faster where they do not. With four sequences a step is full: drafts cost what they bring.
+# The embedded model has a trained head of its own. With n-gram lookup beside it, it is as fast as lookup alone where
+# texts repeat themselves, and faster where they do not. Four sequences fill a step: drafts then cost what they bring.
 _EMBEDDED_MODEL = {
     "speculation": ["portfolio", "eagle3", "ngram"],
     "draft_shape": "tree",

@@ -12,7 +12,8 @@ from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.sampling.random import keyed_gumbel
 
 # A draft whose softmax over the noisy weights of the contenders is c turns out right in
-# SURE_FACTOR * c ** SURE_EXPONENT of all cases: measured with an EAGLE-3 head at temperature 1, within 0.07 for any c. As in kernels/cpu/tree.cpp.
+# SURE_FACTOR * c ** SURE_EXPONENT of all cases: measured with an EAGLE-3 head at temperature 1, within 0.07 for any c.
+# As in kernels/cpu/tree.cpp.
 NUM_CONTENDERS, SURE_FACTOR, SURE_EXPONENT = 8, 0.75, 1.4
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.config import ServerConfig, load_config
+from scheduler_svc.config import load_config
 from scheduler_svc.flags import parse
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
