@@ -12,6 +12,7 @@ from torch import nn
 
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.optimizers import Optimizers
+from gpu_worker.training.parallel import gathered, sharded_like
 
 _FILE = "checkpoint.pt"
 
@@ -47,16 +48,23 @@ def save_checkpoint(
     position: Position,
     facts: dict[str, Any],
     data: RunData,
+    *,
+    chief: bool,
 ) -> None:
-    """facts: what must be the same on resuming. No random state: noise is drawn anew from seed, step and rank."""
+    """Called by every process, as a sharded state is gathered from all; the chief writes it whole.
+
+    facts: what must be the same on resuming. No random state: noise is drawn anew from seed, step and rank.
+    """
     state = {
-        "module": module.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "module": gathered(module.state_dict(), keep=chief),
+        "optimizer": gathered(optimizer.state_dict(), keep=chief),
         "position": vars(position),
         "facts": facts,
         "shards": list(data.shards),
         "draft_ids": data.draft_ids,
     }
+    if not chief:
+        return
     unfinished = directory / f"{_FILE}.partial"
     torch.save(state, unfinished)
     os.replace(unfinished, directory / _FILE)
@@ -74,7 +82,13 @@ def read_checkpoint(directory: Path) -> dict[str, Any] | None:
 
 
 def restore(state: dict[str, Any], module: nn.Module, optimizer: Optimizers) -> Position:
-    """Puts a read state back; the position to go on from."""
-    module.load_state_dict(state["module"])
+    """Puts a read state back, each process its own shards of it; the position to go on from."""
+    mine = module.state_dict()
+    module.load_state_dict(
+        {
+            name: sharded_like(value, mine[name]) if name in mine else value
+            for name, value in state["module"].items()
+        }
+    )
     optimizer.load_state_dict(state["optimizer"])
     return Position(**state["position"])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
 from gpu_worker.training.batches import DraftVocabulary
 from gpu_worker.training.checkpoint import Position, RunData, read_checkpoint, restore, save_checkpoint
@@ -22,6 +22,7 @@ from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.hit_rates import HitRates, hit_rates
 from gpu_worker.training.objective import ROWS, BatchOutcome, DraftObjective
 from gpu_worker.training.optimizers import PEAK_RATES, OptimizerKind, Optimizers
+from gpu_worker.training.parallel import ParallelKind, free_whole_parameters, parallelize
 from gpu_worker.training.schedule import learning_rate
 from gpu_worker.training.training_log import Measures, TrainingLog
 
@@ -32,6 +33,7 @@ class FitSettings:
 
     steps: int
     rows_per_batch: int = 2048  # law rows of one step and process
+    parallel: ParallelKind = "ddp"  # of no effect without a process group
     optimizer: OptimizerKind = "muon"
     peak_learning_rate: float = 0.0  # 0: the optimizer's usual one
     warmup: int = 100
@@ -87,11 +89,7 @@ class Trainer:
         self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if parallel else (0, 1)
         self._wrapped: nn.Module = module
         if parallel:
-            # An answer may be too short for the last Medusa head, which then has no gradient.
-            unused = module.head.lookahead > 0
-            self._wrapped = DistributedDataParallel(
-                module, broadcast_buffers=False, find_unused_parameters=unused
-            )
+            self._wrapped = parallelize(module, settings.parallel)
         self._optimizer = Optimizers(
             module,
             settings.optimizer,
@@ -104,12 +102,7 @@ class Trainer:
     def run(self, report: Callable[[FitProgress], None] | None = None) -> Measures:
         """Trains up to settings.steps, from the directory's checkpoint if there is one; the last validation."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        state = read_checkpoint(self._directory)
-        if state is not None:
-            self._check(state["facts"])
-            self.position = restore(state, self._module, self._optimizer)
-            if RunData.of(state).shards != self._data.shards:
-                self.position.epoch, self.position.batch = self.position.epoch + 1, 0
+        self._resume()
         log = TrainingLog(self._directory, self.position.step) if self._rank == 0 else None
         settings, position = self._settings, self.position
         measures: Measures | None = None
@@ -146,9 +139,15 @@ class Trainer:
                     log.validation(position.step, {"epoch": position.epoch, "loss": loss}, measures)
                     log.summary(self._summary(measures))
                     log.plot()
-            if (position.step % settings.checkpoint_every == 0 or last) and self._rank == 0:
+            if position.step % settings.checkpoint_every == 0 or last:
                 save_checkpoint(
-                    self._directory, self._module, self._optimizer, position, self._facts, self._data
+                    self._directory,
+                    self._module,
+                    self._optimizer,
+                    position,
+                    self._facts,
+                    self._data,
+                    chief=self._rank == 0,
                 )
         if measures is None:
             measures = self.validate()[1]
@@ -167,15 +166,25 @@ class Trainer:
                 outcome = self._module(batch, steps)
                 sums += outcome.sums
                 losses.append(outcome.loss.item())
+        free_whole_parameters(self._module)
         self._module.train()
         return (sum(losses) / len(losses) if losses else math.nan), Measures.of(sums)
 
     def hit_rates(self) -> HitRates:
-        """Over the held-out batches; () where nothing is held out."""
+        """Over the held-out batches; () where nothing is held out. Under FSDP within whole_parameters."""
         settings = self._settings
         held_out = self._dataset.validation(settings.rows_per_batch, settings.validation_rows)
         batches = (self._dataset.load(items, self._vocabulary, self._dtype) for items in held_out)
         return hit_rates(self._module, batches, settings.validation_steps)
+
+    def _resume(self) -> None:
+        state = read_checkpoint(self._directory)
+        if state is None:
+            return
+        self._check(state["facts"])
+        self.position = restore(state, self._module, self._optimizer)
+        if RunData.of(state).shards != self._data.shards:
+            self.position.epoch, self.position.batch = self.position.epoch + 1, 0
 
     def _step(self, items: list[Item]) -> tuple[BatchOutcome, float]:
         """One optimizer step; its gradient norm, NaN where the step was skipped."""
@@ -187,8 +196,9 @@ class Trainer:
         self._optimizer.zero_grad()
         outcome: BatchOutcome = self._wrapped(batch, self._module.objective.unroll)
         outcome.loss.backward()
-        norm = nn.utils.clip_grad_norm_(self._parameters, settings.max_gradient_norm).item()
-        # The norm is the same on every rank, gradients being averaged, so that all of them skip or none does.
+        of_all = nn.utils.clip_grad_norm_(self._parameters, settings.max_gradient_norm)
+        norm = (of_all.full_tensor() if isinstance(of_all, DTensor) else of_all).item()
+        # Each rank has the norm of the whole averaged gradient, so that all of them skip or none does.
         if math.isfinite(norm):
             self._optimizer.step()
         else:

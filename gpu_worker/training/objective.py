@@ -1,4 +1,4 @@
-"""The loss of one batch for any head kind, and how much of its drafts would be accepted: one call, which DDP wraps."""
+"""The loss of one batch for any head kind, and how much of its drafts would be accepted; what DDP or FSDP wraps."""
 
 from __future__ import annotations
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from gpu_worker.training.parallel import sharded_like
 
 OptimizerKind = Literal["muon", "adamw"]
 OPTIMIZER_KINDS: tuple[OptimizerKind, ...] = ("muon", "adamw")
@@ -13,6 +17,39 @@ OPTIMIZER_KINDS: tuple[OptimizerKind, ...] = ("muon", "adamw")
 # Peak learning rates that learned fastest of those tried (README.md).
 PEAK_RATES: dict[OptimizerKind, float] = {"muon": 5e-3, "adamw": 1e-3}
 _ADAM_RATE_BESIDE_MUON = 0.2  # of Muon's: for norms, biases and output rows
+
+
+class ShardedMuon(torch.optim.Muon):
+    """Muon over DTensors: momentum is a shard, like the parameter; a matrix is whole only while it is orthogonalised.
+
+    Every process orthogonalises every matrix, as replicas do, one after the other.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """One update; closure is not called."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                state, weight = self.state[parameter], group["momentum"]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(gradient)
+                state["momentum_buffer"].lerp_(gradient, 1 - weight)
+                mixed = gradient.lerp(state["momentum_buffer"], weight)
+                update = _orthogonalised(mixed.full_tensor(), group)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(sharded_like(update, parameter))
+
+
+def _orthogonalised(whole: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """The update that torch's Muon makes of a gradient: what a step without momentum and decay adds to zero."""
+    update = nn.Parameter(torch.zeros_like(whole))
+    update.grad = whole
+    same = {name: group[name] for name in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
+    torch.optim.Muon([update], weight_decay=0.0, momentum=0.0, nesterov=False, **same).step()
+    return update.detach()
 
 
 class Optimizers:
@@ -36,10 +73,9 @@ class Optimizers:
         self._parts: list[torch.optim.Optimizer] = []
         rate = peak_rate
         if mixing:
+            muon = ShardedMuon if isinstance(mixing[0], DTensor) else torch.optim.Muon
             self._parts.append(
-                torch.optim.Muon(
-                    mixing, lr=peak_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-                )
+                muon(mixing, lr=peak_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
             )
             rate *= _ADAM_RATE_BESIDE_MUON
         # Norm weights and biases are not decayed: they have no scale to keep small.
@@ -74,10 +110,15 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """For a checkpoint."""
+        """For a checkpoint; under FSDP with DTensors in it."""
         return [part.state_dict() for part in self._parts]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """From a checkpoint of the same module and kind."""
+        """From a checkpoint of the same module and kind, whose tensors are whole."""
         for part, of in zip(self._parts, state, strict=True):
-            part.load_state_dict(of)
+            parameters = [p for group in part.param_groups for p in group["params"]]
+            shards = {
+                index: {name: sharded_like(value, parameters[index]) for name, value in values.items()}
+                for index, values in of["state"].items()
+            }
+            part.load_state_dict({**of, "state": shards})

@@ -29,7 +29,8 @@ from gpu_worker.training.new_head import (
 )
 from gpu_worker.training.objective import DraftObjective, Objective
 from gpu_worker.training.optimizers import OPTIMIZER_KINDS, OptimizerKind
-from gpu_worker.training.recipes import DRAFT_MODEL, KINDS, reads, recipe
+from gpu_worker.training.parallel import PARALLEL_KINDS, ParallelKind, whole_parameters
+from gpu_worker.training.recipes import DRAFT_MODEL, KINDS, Recipe, reads, recipe
 from gpu_worker.training.training_log import Measures
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -59,6 +60,9 @@ def fit(
     optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZER_KINDS) + ".")] = "muon",
     learning_rate: Annotated[float, typer.Option(min=0, help="Peak; 0: the optimizer's usual one.")] = 0,
     warmup: Annotated[int, typer.Option(min=0, help="Steps.")] = 100,
+    parallel: Annotated[
+        str, typer.Option(help="Under torchrun: ddp (each process holds everything) or fsdp (a share of it).")
+    ] = "ddp",
     precision: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     seed: int = 1,
     validate_every: Annotated[int, typer.Option(min=1, help="Steps.")] = 250,
@@ -82,6 +86,9 @@ def fit(
     kind_of_optimizer: OptimizerKind = next(
         k for k in OPTIMIZER_KINDS if k == _one_of("optimizer", optimizer, OPTIMIZER_KINDS)
     )
+    kind_of_parallel: ParallelKind = next(
+        k for k in PARALLEL_KINDS if k == _one_of("parallel", parallel, PARALLEL_KINDS)
+    )
     dtype = _DTYPES[_one_of("precision", precision, list(_DTYPES))]
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     keep_freed_memory()
@@ -98,6 +105,7 @@ def fit(
         settings=FitSettings(
             steps=steps,
             rows_per_batch=rows,
+            parallel=kind_of_parallel,
             optimizer=kind_of_optimizer,
             peak_learning_rate=learning_rate,
             warmup=warmup,
@@ -152,15 +160,22 @@ def _train(run: _Run, *, chief: bool) -> None:
     )
     facts = {**made.facts, "precision": str(run.dtype).removeprefix("torch.")}
     trainer = Trainer(module, dataset, data, settings, run.output, facts)
-    if not chief:
-        trainer.run()
-        return
-    print(
-        f"{run.kind}: {count_parameters(made.module) / 1e6:.2f} M weights,"
-        f" {len(dataset.training)} conversations, {len(dataset.held_out)} held out",
-        flush=True,
-    )
-    measures = _with_meter(trainer, settings)
+    if chief:
+        print(
+            f"{run.kind}: {count_parameters(made.module) / 1e6:.2f} M weights,"
+            f" {len(dataset.training)} conversations, {len(dataset.held_out)} held out",
+            flush=True,
+        )
+    measures = _with_meter(trainer, settings) if chief else trainer.run()
+    with whole_parameters(module):
+        if chief:
+            _export(run, made, trainer, dataset, data, measures)
+
+
+def _export(
+    run: _Run, made: Recipe, trainer: Trainer, dataset: FeatureDataset, data: RunData, measures: Measures
+) -> None:
+    """Writes what is served and says so."""
     position = trainer.position
     told = {
         "target": dataset.meta.target or "SmolLM2-135M-Instruct",
@@ -170,7 +185,7 @@ def _train(run: _Run, *, chief: bool) -> None:
         "rows seen": position.rows,
         "unrolled steps": run.objective.unroll,
         "loss": run.objective.loss,
-        "optimizer": settings.optimizer,
+        "optimizer": run.settings.optimizer,
         "draft vocabulary": len(data.draft_ids),
     }
     size = made.export(run.output, measures, trainer.hit_rates(), told)

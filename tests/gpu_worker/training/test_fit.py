@@ -141,17 +141,24 @@ def test_the_command_writes_a_draft_model(features_dir: Path, tiny_model_dir: Pa
 
 
 def test_two_processes_train_one_head(features_dir: Path, tmp_path: Path) -> None:
-    done = _fit(
-        features_dir, tmp_path, 4, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
-    )
-    assert done.returncode == 0, done.stderr
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["position"]["step"] == 4
-    assert (tmp_path / "model.safetensors").exists()
+    heads = []
+    for parallel in ("ddp", "fsdp"):
+        output = tmp_path / parallel
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+        done = _fit(features_dir, output, 4, *launcher, parallel=parallel)
+        assert done.returncode == 0, done.stderr
+        summary = json.loads((output / "summary.json").read_text())
+        assert summary["position"]["step"] == 4
+        assert summary["settings"]["parallel"] == parallel
+        heads.append(load_file(output / "model.safetensors"))
+    replicas, shards = heads
+    assert shards.keys() == replicas.keys()
+    for name, mine in shards.items():
+        torch.testing.assert_close(mine, replicas[name], rtol=1e-2, atol=1e-2, msg=name)
 
 
 def _fit(
-    features: Path, output: Path, steps: int, *launcher: str, kind: str = "eagle3"
+    features: Path, output: Path, steps: int, *launcher: str, kind: str = "eagle3", parallel: str = "ddp"
 ) -> subprocess.CompletedProcess[str]:
     options = {"steps": steps, "rows": 40, "unroll": 2, "draft-vocab": 100, "warmup": 1, "threads": 1}
     arguments = [f"--{name}={value}" for name, value in options.items()]
@@ -159,6 +166,7 @@ def _fit(
         [
             *(sys.executable, *launcher, "-m", "gpu_worker.training.cli", "fit", kind),
             *("--features", str(features), "--output", str(output), "--precision", "float32"),
+            f"--parallel={parallel}",
             *arguments,
         ],
         cwd=_ROOT,
