@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gpu_worker.drafting.tree_growth import TreeShape
+from gpu_worker.drafting.tree_growth import CHAINS, TreeShape
 from gpu_worker.drafting.tree_shape import assumed_hit_rates, build_product_tree
 from gpu_worker.models.base import CausalLM
 from gpu_worker.request_state import RequestTable
@@ -35,6 +36,8 @@ HEAD_NAMES = (
         for shape in ("chain", "tree")
     ),
     "eagle/fixed-tree",
+    "eagle3/pruned-chain",
+    "eagle3/pruned-tree",
 )
 
 METHOD_OF_HEAD = {
@@ -44,6 +47,14 @@ METHOD_OF_HEAD = {
     "eagle3-normed": SpeculationMethod.EAGLE3,
     "mtp": SpeculationMethod.MTP,
     "mtp-published": SpeculationMethod.MTP,
+}
+
+_SHAPES = {
+    "chain": CHAINS,
+    "tree": TreeShape(max_depth=3, max_children=4),
+    "fixed-tree": TreeShape(3, 4, build_product_tree(assumed_hit_rates(3), 9)),
+    "pruned-chain": replace(CHAINS, least_value=-5.0),
+    "pruned-tree": TreeShape(max_depth=3, max_children=4, least_value=-3.0),
 }
 
 # Scripted drafters stand in for the n-gram method: no plan can tell them apart.
@@ -70,9 +81,8 @@ def make_engine(
         return InProcessEngine(target, ngram=True, draft=draft, heads=heads, portfolio=True, **settings)
     if "/" in name:
         kind, shape = name.split("/")
-        fixed = build_product_tree(assumed_hit_rates(3), 9) if shape == "fixed-tree" else None
-        tree = None if shape == "chain" else TreeShape(max_depth=3, max_children=4, fixed=fixed)
-        settings = {"num_draft_tokens": 9 if tree else 4} | settings
+        tree = _SHAPES[shape]
+        settings = {"num_draft_tokens": 4 if tree.is_chain else 9} | settings
         if kind == "draft-model-of-some-ids":
             some = torch.arange(0, vocab_size, 2)
             return InProcessEngine(target, draft=target.truncated(1), draft_ids=some, tree=tree, **settings)
