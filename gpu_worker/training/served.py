@@ -62,6 +62,7 @@ class ServedEvaluator:
                 heads=((method, path),) if path and not draft_model else (),
                 draft_shape="chain" if tree_depth is None else "tree",
                 max_draft_depth=tree_depth or num_draft_tokens,
+                min_draft_probability=0.0,  # as offline: every draft counts
                 page_size=_PAGE_SIZE,
                 num_pages=_SLOTS * pages_per_slot,
                 max_running_requests=_SLOTS,

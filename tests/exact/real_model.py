@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gpu_worker.drafting.tree_growth import TreeShape
+from gpu_worker.drafting.tree_growth import CHAINS, TreeShape
 from gpu_worker.kernels import native
 from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.models.base import CausalLM
@@ -53,6 +54,14 @@ class Drafts:
     heads: dict[SpeculationMethod, DraftHead]
     medusa: MedusaHeads | None
     tree_budget: int  # nodes of the heads' trees; 0: chains of four
+    min_probability: float  # of a path that is drafted and verified; 0: all are
+
+    @property
+    def shape(self) -> TreeShape:
+        """Of what models and heads draft."""
+        shape = TreeShape(max_depth=5) if self.tree_budget else CHAINS
+        least = math.log(self.min_probability) if self.min_probability > 0 else -math.inf
+        return replace(shape, least_value=least)
 
     @property
     def methods(self) -> list[SpeculationMethod]:
@@ -120,7 +129,7 @@ def load_drafts(options: argparse.Namespace, target: CausalLM) -> Drafts:
         else:
             method = SpeculationMethod.from_label(label)
             heads[method] = build_head(checkpoint.config, checkpoint.tensors, target)
-    return Drafts(options.draft_layers, heads, medusa, options.tree)
+    return Drafts(options.draft_layers, heads, medusa, options.tree, options.min_draft_probability)
 
 
 def make_engine(target: CausalLM, drafts: Drafts, **settings: int) -> InProcessEngine:
@@ -133,7 +142,7 @@ def make_engine(target: CausalLM, drafts: Drafts, **settings: int) -> InProcessE
         heads=drafts.heads,
         medusa=drafts.medusa,
         portfolio=SpeculationMethod.PORTFOLIO in drafts.methods,
-        tree=TreeShape(max_depth=5) if drafts.tree_budget else None,
+        tree=drafts.shape,
         num_draft_tokens=drafts.tree_budget or 4,
         eos_token_ids=target.config.eos_token_ids,
         **(defaults | settings),  # type: ignore[arg-type]
@@ -287,6 +296,7 @@ def main() -> int:
     parser.add_argument(
         "--head", action="append", metavar="METHOD=PATH", help="a head to draft with; repeatable"
     )
+    parser.add_argument("--min-draft-probability", type=float, default=0.0, help="as served: 0.2")
     parser.add_argument("--tree", type=int, default=0, help="nodes of the heads' trees; 0: chains of four")
     parser.add_argument(
         "--torch", action="store_true", help="int8 and bfloat16 in torch, not on the CPU kernels"

@@ -45,6 +45,7 @@ def measure(method: SpeculationMethod, shape: str, budget: int, heads: list[str]
         num_draft_tokens=budget,
         draft_shape=shape,
         max_draft_depth=min(budget, 5),
+        min_draft_probability=0.0,  # shapes cost what they cost when they are full
         draft_model=given.pop(SpeculationMethod.DRAFT_MODEL.label, ""),
         heads=tuple((SpeculationMethod.from_label(label), path) for label, path in given.items()),
         page_size=PAGE_SIZE,
