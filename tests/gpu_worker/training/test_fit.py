@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,9 +19,8 @@ from gpu_worker.training.schedule import learning_rate
 from gpu_worker.weights.draft_checkpoint import load_draft_model
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
+from tests.gpu_worker.training.processes import run_python
 from tests.gpu_worker.training.samples import trainer
-
-_ROOT = Path(__file__).parents[3]
 
 
 def _losses(directory: Path) -> list[tuple[int, str]]:
@@ -162,17 +159,9 @@ def _fit(
 ) -> subprocess.CompletedProcess[str]:
     options = {"steps": steps, "rows": 40, "unroll": 2, "draft-vocab": 100, "warmup": 1, "threads": 1}
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    return subprocess.run(
-        [
-            *(sys.executable, *launcher, "-m", "gpu_worker.training.cli", "fit", kind),
-            *("--features", str(features), "--output", str(output), "--precision", "float32"),
-            f"--parallel={parallel}",
-            *arguments,
-        ],
-        cwd=_ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    return run_python(
+        *(*launcher, "-m", "gpu_worker.training.cli", "fit", kind),
+        *("--features", str(features), "--output", str(output), "--precision", "float32"),
+        f"--parallel={parallel}",
+        *arguments,
     )

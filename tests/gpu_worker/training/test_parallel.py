@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +16,8 @@ from gpu_worker.training.frozen_target import FrozenTarget
 from gpu_worker.training.optimizers import OPTIMIZER_KINDS, OptimizerKind
 from gpu_worker.training.parallel import PARALLEL_KINDS
 from tests.gpu_worker.training.parallel_runs import STEPS, copy_at_step_four
+from tests.gpu_worker.training.processes import run_python
 from tests.gpu_worker.training.samples import trainer
-
-_ROOT = Path(__file__).parents[3]
 
 # Sums of the same numbers in another order. Muon's bfloat16 iteration makes more of it.
 _LOSS_TOLERANCE: dict[OptimizerKind, float] = {"adamw": 1e-5, "muon": 1e-4}
@@ -46,15 +42,7 @@ def runs(
         run.run(copy_at_step_four(run, *(output / f"one-then-{kind}-{optimizer}" for kind in PARALLEL_KINDS)))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     script = ("-m", "tests.gpu_worker.training.parallel_runs")
-    done = subprocess.run(
-        [sys.executable, *torchrun, *script, str(features_dir), str(tiny_model_dir), str(output)],
-        cwd=_ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = run_python(*torchrun, *script, str(features_dir), str(tiny_model_dir), str(output))
     assert done.returncode == 0, done.stderr
     return output
 
