@@ -65,8 +65,11 @@ class DraftVocabulary:
 
     @classmethod
     def most_frequent(cls, counts: torch.Tensor, size: int) -> DraftVocabulary:
-        """The `size` likeliest ids by counts [vocab_size]; all of them if size is the vocabulary's."""
-        ids = torch.arange(len(counts)) if size >= len(counts) else counts.topk(size).indices.sort().values
+        """The `size` likeliest ids by counts [vocab_size]; all of them if size is the vocabulary's.
+
+        Of equally frequent ids the lower ones: a tokenizer that learned by merging numbered the more frequent first.
+        """
+        ids = counts.argsort(descending=True, stable=True)[:size].sort().values
         return cls.of(ids, len(counts))
 
     @property

@@ -1,4 +1,4 @@
-"""Prompts from a file of JSON lines: chat messages, ShareGPT or plain text; only users' turns are used."""
+"""Prompts from a file of JSON lines (messages, ShareGPT, turns, plain text); only users' turns are used."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _USERS = ("user", "human")
 def read_prompts(path: Path) -> list[tuple[str, ...]]:
     """The users' turns of each line, in order; lines that repeat an earlier one are left out.
 
-    A line is a string, or an object with `messages` [{role, content}], `conversations` [{from, value}] (ShareGPT), or
-    one of the keys prompt, text, instruction, question. Raises TrainingError naming the line that is none of these.
+    A line is a string, or an object with `messages` [{role, content}], `conversations` [{from, value}] (ShareGPT),
+    `turns` [text] (MT-bench) or one of the keys prompt, text, instruction, question. Raises TrainingError naming the
+    line that is none of these.
     """
     prompts: dict[tuple[str, ...], None] = {}  # in order, without repeats
     try:
@@ -26,7 +27,9 @@ def read_prompts(path: Path) -> list[tuple[str, ...]]:
                     continue
                 turns = _turns(_parsed(line, path, number))
                 if not turns:
-                    raise TrainingError(f"{path}:{number}: no user's turn in messages, conversations or text")
+                    raise TrainingError(
+                        f"{path}:{number}: no user's turn in messages, conversations, turns or text"
+                    )
                 prompts[turns] = None
     except OSError as error:
         raise TrainingError(f"{path}: {error.strerror}") from error
@@ -53,6 +56,8 @@ def _turns(value: Any) -> tuple[str, ...]:
         if isinstance(value.get(key), list):
             turns = [turn for turn in value[key] if isinstance(turn, dict) and turn.get(who) in _USERS]
             return tuple(str(turn[what]) for turn in turns if isinstance(turn.get(what), str))
+    if isinstance(value.get("turns"), list):
+        return tuple(turn for turn in value["turns"] if isinstance(turn, str) and turn.strip())
     for key in _TEXT_KEYS:
         if isinstance(value.get(key), str) and value[key].strip():
             return (value[key],)

@@ -20,8 +20,8 @@ from gpu_worker.training.modules.draft_model import DraftModel
 from gpu_worker.training.modules.medusa import MedusaHeads
 from gpu_worker.training.new_head import HeadChoices, head_config, new_head
 from gpu_worker.training.objective import Objective
+from gpu_worker.training.starting_head import StartingHead
 from gpu_worker.training.training_log import Measures
-from gpu_worker.weights.resolve import resolve_model
 
 DRAFT_MODEL = "draft-model"
 KINDS = (*(kind.value for kind in HeadKind), DRAFT_MODEL)
@@ -49,14 +49,15 @@ def recipe(
     kind: str,
     choices: HeadChoices | None,
     num_layers: int,
+    target: FrozenTarget,
     dataset: FeatureDataset,
     draft_ids: torch.Tensor,
     objective: Objective,
     seed: int,
+    start: StartingHead | None = None,
 ) -> Recipe:
-    """choices: of a head; None for a draft model of num_layers layers."""
-    source = resolve_model(dataset.meta.target)
-    target = FrozenTarget.load(source, dataset.meta.vocab_size)
+    """choices: of a head; None for a draft model of num_layers layers. start: the head to go on from, whose form counts
+    and not the choices."""
     if choices is None:
         model = new_draft_model(target, num_layers)
         facts = {"kind": kind, "layers": num_layers, "objective": asdict(objective)}
@@ -67,10 +68,15 @@ def recipe(
             )
 
         return Recipe(model, target, facts, 5, write_model)
-    config = head_config(choices, target, dataset.meta.feature_layers)
+    if start is None:
+        config = head_config(choices, target, dataset.meta.feature_layers)
+    else:
+        config = start.training_config(len(draft_ids))
     head = new_head(config, target, draft_ids, seed)
     if isinstance(head, DecoderHead) and config.feature_layers:
         head.set_feature_sizes(dataset.feature_sizes())
+    if start is not None:
+        start.copy_into(head, draft_ids, target)
 
     def write_head(directory: Path, measures: Measures, rates: HitRates, told: dict[str, Any]) -> int:
         title = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "mtp": "MTP", "medusa": "Medusa"}[kind]

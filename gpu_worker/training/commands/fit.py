@@ -20,6 +20,7 @@ from gpu_worker.training.dataset import FeatureDataset
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.features import FeatureMeta, feature_paths
 from gpu_worker.training.fit import FitProgress, FitSettings, Trainer
+from gpu_worker.training.frozen_target import FrozenTarget
 from gpu_worker.training.losses import LOSS_KINDS, LossKind
 from gpu_worker.training.memory import keep_freed_memory
 from gpu_worker.training.new_head import (
@@ -31,7 +32,9 @@ from gpu_worker.training.objective import DraftObjective, Objective
 from gpu_worker.training.optimizers import OPTIMIZER_KINDS, OptimizerKind
 from gpu_worker.training.parallel import PARALLEL_KINDS, ParallelKind, whole_parameters
 from gpu_worker.training.recipes import DRAFT_MODEL, KINDS, Recipe, reads, recipe
+from gpu_worker.training.starting_head import StartingHead
 from gpu_worker.training.training_log import Measures
+from gpu_worker.weights.resolve import resolve_model
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -67,6 +70,12 @@ def fit(
     seed: int = 1,
     validate_every: Annotated[int, typer.Option(min=1, help="Steps.")] = 250,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps.")] = 100,
+    start_from: Annotated[
+        str,
+        typer.Option(
+            help="A head of this kind to go on from, in its own form (layers, norms); a checkpoint goes before it."
+        ),
+    ] = "",
     refresh_data: Annotated[bool, typer.Option(help="Resume with the shards that are there now.")] = False,
     threads: Threads = 0,
 ) -> None:
@@ -89,6 +98,8 @@ def fit(
     kind_of_parallel: ParallelKind = next(
         k for k in PARALLEL_KINDS if k == _one_of("parallel", parallel, PARALLEL_KINDS)
     )
+    if start_from and kind == DRAFT_MODEL:
+        raise TrainingError(f"start_from: {start_from!r}, a draft model starts from the target's layers")
     dtype = _DTYPES[_one_of("precision", precision, list(_DTYPES))]
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     keep_freed_memory()
@@ -101,6 +112,7 @@ def fit(
         output=output.expanduser(),
         objective=default_objective(kind, unroll=unroll, loss=kind_of_loss, decay=decay),
         dtype=dtype,
+        start_from=start_from,
         refresh_data=refresh_data,
         settings=FitSettings(
             steps=steps,
@@ -139,15 +151,29 @@ class _Run:
     output: Path
     objective: Objective
     dtype: torch.dtype
+    start_from: str  # a head, or nothing
     refresh_data: bool
     settings: FitSettings
 
 
 def _train(run: _Run, *, chief: bool) -> None:
     """Trains on this process; the chief speaks and writes."""
-    dataset, data = _data(run.features, run.output, run.kind, run.draft_vocab, run.refresh_data)
+    meta = FeatureMeta.read(run.features)
+    target = FrozenTarget.load(resolve_model(meta.target), meta.vocab_size)
+    start = None
+    if run.start_from:
+        start = StartingHead.load(run.start_from, run.kind, target.config, meta.feature_layers)
+    dataset, data = _data(run, start)
     made = recipe(
-        run.kind, run.choices, run.layers, dataset, data.draft_ids, run.objective, run.settings.seed
+        run.kind,
+        run.choices,
+        run.layers,
+        target,
+        dataset,
+        data.draft_ids,
+        run.objective,
+        run.settings.seed,
+        start,
     )
     settings = replace(run.settings, validation_steps=made.validation_steps)
     module = DraftObjective(
@@ -187,6 +213,7 @@ def _export(
         "loss": run.objective.loss,
         "optimizer": run.settings.optimizer,
         "draft vocabulary": len(data.draft_ids),
+        **({"started from": run.start_from} if run.start_from else {}),
     }
     size = made.export(run.output, measures, trainer.hit_rates(), told)
     length = f"{measures.acceptance_length:.2f} over a chain of {len(measures.acceptance)}"
@@ -196,24 +223,27 @@ def _export(
     )
 
 
-def _data(
-    features: Path, output: Path, kind: str, draft_vocab: int, refresh: bool
-) -> tuple[FeatureDataset, RunData]:
+def _data(run: _Run, start: StartingHead | None) -> tuple[FeatureDataset, RunData]:
     """The shards of the run's checkpoint if it has one, else all; and the ids to draft, counted in them."""
-    state = read_checkpoint(output)
+    features = run.features
+    state = read_checkpoint(run.output)
     paths = feature_paths(features)
-    if state is not None and not refresh:
+    if state is not None and not run.refresh_data:
         by_name = {path.name: path for path in paths}
         names = RunData.of(state).shards
         if missing := [name for name in names if name not in by_name]:
             raise TrainingError(f"{features}: {missing[0]}, which the checkpoint was trained on, is gone")
         paths = [by_name[name] for name in names]
-    dataset = FeatureDataset(features, paths, **reads(kind))
+    dataset = FeatureDataset(features, paths, **reads(run.kind))
     if state is not None:
         ids = RunData.of(state).draft_ids
     else:
-        size = draft_vocab or FeatureMeta.read(features).vocab_size
-        ids = DraftVocabulary.most_frequent(dataset.answer_counts(), size).ids
+        size, counts = run.draft_vocab or dataset.meta.vocab_size, dataset.answer_counts()
+        ids = (
+            DraftVocabulary.most_frequent(counts, size).ids
+            if start is None
+            else start.draft_ids(counts, size)
+        )
     return dataset, RunData(tuple(path.name for path in paths), ids)
 
 

@@ -25,7 +25,7 @@ def synthesize(
     count: Annotated[int, typer.Option(min=1, help="Conversations in all; with prompts: at most.")] = 4096,
     shard_size: Annotated[int, typer.Option(min=1, help="Conversations of one file.")] = 512,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSON lines: messages, ShareGPT or plain text.")
+        Path | None, typer.Option(help="JSON lines: messages, ShareGPT, turns or plain text.")
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="Precision of the target: what it will be served with.")

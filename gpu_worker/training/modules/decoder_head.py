@@ -81,6 +81,13 @@ class DecoderHead(nn.Module):
             tensors["fuse.weight"] = tensors["fuse.weight"] * scale
         return tensors
 
+    def load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """The reverse of `tensors`, with the feature sizes that are set now."""
+        scaled = {"feature_scale": self.feature_scale}
+        if self.fuse is not None:
+            scaled["fuse.weight"] = tensors["fuse.weight"] / self.feature_scale
+        self.load_state_dict(tensors | scaled)
+
     def output_rows(self, step: int) -> torch.Tensor | None:
         """The head's own output rows [V, h]; None: the target's."""
         return None if self.lm_head is None else self.lm_head.weight

@@ -46,6 +46,10 @@ class MedusaHeads(nn.Module):
         """What serving reads, under the canonical names."""
         return dict(self.state_dict())
 
+    def load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """The reverse of `tensors`."""
+        self.load_state_dict(tensors)
+
     def output_rows(self, step: int) -> torch.Tensor | None:
         """Head `step`'s own output rows [V, h]; None: the target's."""
         lm_head = self.medusa[step].lm_head

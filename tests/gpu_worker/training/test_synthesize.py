@@ -103,9 +103,10 @@ def test_prompts_of_every_layout(tmp_path: Path) -> None:
         "e",
         {"text": "d"},
         {"messages": [{"role": "user", "content": t} for t in ("f", "g")]},
+        {"id": 7, "turns": ["h", "i"]},
     ]
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
-    assert read_prompts(path) == [("a",), ("b",), ("d",), ("e",), ("f", "g")]
+    assert read_prompts(path) == [("a",), ("b",), ("d",), ("e",), ("f", "g"), ("h", "i")]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""A head that `fit` goes on from: its weights, its form, and a draft vocabulary that keeps its ids."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from gpu_worker.models.config import ModelConfig
+from gpu_worker.models.heads.config import HeadConfig
+from gpu_worker.models.heads.tensors import DRAFT_IDS
+from gpu_worker.training.batches import DraftVocabulary
+from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.frozen_target import FrozenTarget
+from gpu_worker.training.modules.decoder_head import DecoderHead
+from gpu_worker.training.modules.medusa import MedusaHeads
+from gpu_worker.weights.head_checkpoint import load_head
+
+
+@dataclass(frozen=True)
+class StartingHead:
+    """Any layout that the service loads; a head of the same kind for the same target."""
+
+    config: HeadConfig
+    tensors: dict[str, torch.Tensor]
+
+    @classmethod
+    def load(cls, spec: str, kind: str, target: ModelConfig, feature_layers: tuple[int, ...]) -> StartingHead:
+        """spec: a directory, file or hub id; feature_layers: those that were extracted.
+
+        Raises ModelError for what is no head of this target, TrainingError for one that the features do not suit.
+        """
+        checkpoint = load_head(spec, target)
+        config = checkpoint.config
+        if config.kind != kind:
+            raise TrainingError(f"{spec}: kind is {config.kind.value}, the one to train is {kind}")
+        if config.feature_layers and config.feature_layers != feature_layers:
+            raise TrainingError(
+                f"{spec}: feature_layers are {list(config.feature_layers)},"
+                f" the features were extracted from {list(feature_layers)}"
+            )
+        if config.target_hidden != "normed":
+            raise TrainingError(
+                f"{spec}: target_hidden is {config.target_hidden!r}, features are extracted behind the final norm"
+            )
+        return cls(config, checkpoint.tensors)
+
+    def training_config(self, draft_vocab_size: int) -> HeadConfig:
+        """The head's own form, with that many draft ids and nothing measured yet."""
+        return dataclasses.replace(self.config, draft_vocab_size=draft_vocab_size, hit_rates=())
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """[V] int64: the target ids that its draft ids stand for."""
+        return self.tensors.get(DRAFT_IDS, torch.arange(self.config.vocab_size))
+
+    def draft_ids(self, counts: torch.Tensor, size: int) -> torch.Tensor:
+        """Its own ids and the likeliest others by counts [vocab_size], up to `size`; ascending, int64."""
+        kept = counts.clone()
+        kept[self.ids] = counts.sum() + 1  # ahead of all others
+        return DraftVocabulary.most_frequent(kept, max(size, len(self.ids))).ids
+
+    def copy_into(
+        self, head: DecoderHead | MedusaHeads, draft_ids: torch.Tensor, target: FrozenTarget
+    ) -> None:
+        """Gives `head`, of training_config's form, these weights; output rows of ids that are new are the target's."""
+        tensors = {name: tensor.float() for name, tensor in self.tensors.items() if name != DRAFT_IDS}
+        for name in [name for name in tensors if name.endswith("lm_head.weight")]:
+            rows = target.lm_head[: self.config.vocab_size].clone()
+            rows[self.ids] = tensors[name]
+            tensors[name] = rows[draft_ids]
+        head.load_tensors(tensors)

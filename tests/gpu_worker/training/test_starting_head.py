@@ -1,0 +1,123 @@
+"""Training that goes on from a finished head: the same function at first, more ids if asked, and only what fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gpu_worker.models.heads.config import HeadConfig, HeadKind
+from gpu_worker.training.batches import DraftVocabulary
+from gpu_worker.training.dataset import FeatureDataset
+from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.export import export_head
+from gpu_worker.training.features import feature_paths
+from gpu_worker.training.frozen_target import FrozenTarget
+from gpu_worker.training.modules.decoder_head import DecoderHead
+from gpu_worker.training.modules.medusa import MedusaHeads
+from gpu_worker.training.new_head import default_objective, new_head
+from gpu_worker.training.objective import DraftObjective
+from gpu_worker.training.starting_head import StartingHead
+from tests.gpu_worker.training.processes import run_python
+from tests.gpu_worker.training.samples import draft_objective
+
+_FEW, _MORE = 100, 140
+
+
+def _dataset(kind: HeadKind, directory: Path) -> FeatureDataset:
+    captured = kind is HeadKind.EAGLE3
+    return FeatureDataset(directory, feature_paths(directory), hidden=not captured, captured=captured)
+
+
+def _sums(
+    head: DecoderHead | MedusaHeads, dataset: FeatureDataset, ids: torch.Tensor, target: FrozenTarget
+) -> torch.Tensor:
+    """What validation counts, over one batch."""
+    vocabulary = DraftVocabulary.of(ids, target.config.vocab_size)
+    objective = default_objective(head.config.kind.value, unroll=3)
+    module = DraftObjective(
+        head, target.embedding, target.lm_head, vocabulary, objective, torch.float32
+    ).eval()
+    batch = dataset.load(dataset.training[:12], vocabulary, torch.float32)
+    with torch.no_grad():
+        return module(batch, 3).sums
+
+
+@pytest.mark.parametrize("own_lm_head", [False, True])
+@pytest.mark.parametrize("kind", list(HeadKind))
+def test_it_starts_as_the_head_that_it_goes_on_from(
+    kind: HeadKind, own_lm_head: bool, frozen: FrozenTarget, features_dir: Path, tmp_path: Path
+) -> None:
+    dataset = _dataset(kind, features_dir)
+    module, vocabulary = draft_objective(kind, frozen, vocabulary=_FEW, own_lm_head=own_lm_head)
+    first = module.head
+    with torch.no_grad():
+        for parameter in first.parameters():  # nothing at its initial value, own output rows neither
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.manual_seed(3)))
+    if isinstance(first, DecoderHead):
+        first.set_feature_sizes(torch.full_like(first.feature_scale, 0.5))
+    export_head(tmp_path, first, first.config, vocabulary.ids, "", torch.float32)
+
+    start = StartingHead.load(str(tmp_path), kind.value, frozen.config, (0, 1))
+    head = new_head(start.training_config(_FEW), frozen, vocabulary.ids, seed=9)
+    if isinstance(head, DecoderHead):
+        head.set_feature_sizes(torch.full_like(head.feature_scale, 3.0))  # of other data
+    start.copy_into(head, vocabulary.ids, frozen)
+    expected = _sums(first, dataset, vocabulary.ids, frozen)
+    torch.testing.assert_close(_sums(head, dataset, vocabulary.ids, frozen), expected, rtol=1e-4, atol=1e-4)
+
+    ids = start.draft_ids(dataset.answer_counts(), _MORE)
+    assert len(ids) == _MORE
+    assert set(vocabulary.ids.tolist()) < set(ids.tolist())
+    wider = new_head(start.training_config(_MORE), frozen, ids, seed=9)
+    start.copy_into(wider, ids, frozen)
+    old, new = first.tensors(), wider.tensors()
+    at = {int(value): row for row, value in enumerate(ids)}
+    for name, tensor in new.items():
+        if not name.endswith("lm_head.weight"):
+            torch.testing.assert_close(tensor, old[name])
+            continue
+        for row, value in enumerate(vocabulary.ids.tolist()):
+            assert torch.equal(tensor[at[value]], old[name][row])
+        for value in set(ids.tolist()) - set(vocabulary.ids.tolist()):
+            assert torch.equal(tensor[at[value]], frozen.lm_head[value])
+
+
+def test_a_head_that_does_not_fit_is_refused(frozen: FrozenTarget, tmp_path: Path) -> None:
+    module, vocabulary = draft_objective(HeadKind.EAGLE3, frozen)
+    head = module.head
+    export_head(tmp_path, head, head.config, vocabulary.ids, "", torch.float32)
+    with pytest.raises(TrainingError, match="kind is eagle3, the one to train is mtp"):
+        StartingHead.load(str(tmp_path), "mtp", frozen.config, (0, 1))
+    with pytest.raises(TrainingError, match=r"feature_layers are \[0, 1\], .* extracted from \[1, 2\]"):
+        StartingHead.load(str(tmp_path), "eagle3", frozen.config, (1, 2))
+    before_norm: HeadConfig = dataclasses.replace(head.config, target_hidden="residual")
+    export_head(tmp_path, head, before_norm, vocabulary.ids, "", torch.float32)
+    with pytest.raises(TrainingError, match="target_hidden is 'residual'"):
+        StartingHead.load(str(tmp_path), "eagle3", frozen.config, (0, 1))
+
+
+def test_the_command_goes_on_from_a_head_with_more_ids(features_dir: Path, tmp_path: Path) -> None:
+    options = ("--rows=40", "--unroll=2", "--warmup=1", "--threads=1", "--precision=float32")
+
+    def fit(name: str, *more: str) -> str:
+        done = run_python(
+            *("-m", "gpu_worker.training.cli", "fit", "mtp", "--features", str(features_dir)),
+            *("--output", str(tmp_path / name), *options, *more),
+        )
+        assert done.returncode == 0, done.stderr
+        return (tmp_path / name / "README.md").read_text()
+
+    fit("first", "--steps=3", "--draft-vocab=100", "--norms=full")
+    card = fit(
+        "second",
+        *("--steps=1", "--draft-vocab=150", "--learning-rate=1e-9", f"--start-from={tmp_path / 'first'}"),
+    )
+    assert f"| started from | {tmp_path / 'first'} |" in card
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
+    assert set(one["draft_ids"].tolist()) < set(two["draft_ids"].tolist())
+    assert len(two["draft_ids"]) == 150
+    torch.testing.assert_close(two["combine.weight"], one["combine.weight"], rtol=1e-2, atol=1e-3)
