@@ -79,7 +79,8 @@ class RequestTable:
     def kv_slots(self, slots: int | Int64Array, positions: Int64Array) -> Int64Array:
         """Pool slots (page * page_size + offset) of token positions [T] of one sequence, or of slots [T]."""
         pages, offsets = np.divmod(positions, self.page_size)
-        return self.pages[slots, pages] * self.page_size + offsets
+        result: Int64Array = self.pages[slots, pages] * self.page_size + offsets
+        return result
 
     def last_tokens(self, slots: Int64Array) -> Int64Array:
         """[r] the last known token of each slot."""

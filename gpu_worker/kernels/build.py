@@ -58,7 +58,8 @@ def build_kernels(root: Path, extra_flags: Sequence[str] = (), output: Path | No
             if compiler is None
             else f"not Linux but {sys.platform}"
         )
-        return _give_up(reason)
+        _give_up(reason)
+        return None
     sources = sorted((root / LIBRARY.parent).glob("*.cpp"))
     x86 = platform.machine() in _X86_MACHINES
     defines = ["-DDL_HAVE_X86=1"] if x86 else []
@@ -83,7 +84,8 @@ def build_kernels(root: Path, extra_flags: Sequence[str] = (), output: Path | No
         link = [*compiler, "-shared", "-pthread", *extra_flags, *objects, "-o", str(partial)]
         for result in (*results, *([_run(link)] if not any(r.returncode for r in results) else [])):
             if result.returncode != 0:
-                return _give_up(f"the compiler failed:\n{result.stderr[-2000:]}")
+                _give_up(f"the compiler failed:\n{result.stderr[-2000:]}")
+                return None
     partial.replace(library)
     return library
 

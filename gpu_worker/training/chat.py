@@ -58,7 +58,7 @@ class ChatTemplate:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of ids without special tokens."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _render(self, messages: Sequence[Message], *, answer: bool) -> str:
         return str(

@@ -18,6 +18,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -121,7 +122,7 @@ class FeatureShard:
     def __init__(self, path: Path) -> None:
         """Raises TrainingError for a file that is no feature shard."""
         try:
-            self._file = safe_open(path, framework="pt")
+            self._file = cast(Any, safe_open(path, framework="pt"))  # its methods carry no types
             self.offsets = self._file.get_tensor("offsets").numpy()
             self.law_offsets = self._file.get_tensor("law_offsets").numpy()
             self.token_ids = self._file.get_tensor("token_ids").numpy()  # [N]

@@ -195,7 +195,7 @@ class Trainer:
         self._optimizer.set_rate(share)
         self._optimizer.zero_grad()
         outcome: BatchOutcome = self._wrapped(batch, self._module.objective.unroll)
-        outcome.loss.backward()
+        torch.autograd.backward(outcome.loss)
         of_all = nn.utils.clip_grad_norm_(self._parameters, settings.max_gradient_norm)
         norm = (of_all.full_tensor() if isinstance(of_all, DTensor) else of_all).item()
         # Each rank has the norm of the whole averaged gradient, so that all of them skip or none does.

@@ -28,7 +28,7 @@ def hit_rates(module: DraftObjective, batches: Iterable[TrainingBatch], steps: i
             rows = (batch.room >= ahead).nonzero().squeeze(1)
             own = module.head.output_rows(k)
             weights = module.output_rows if own is None else own.to(step.normed.dtype)
-            for block in rows.split(_BLOCK_ROWS):
+            for block in torch.split(rows, _BLOCK_ROWS):
                 wanted = batch.columns[block + ahead, 0]
                 logits = step.normed[block] @ weights.T
                 found = (logits > logits.gather(1, wanted[:, None])).sum(-1)

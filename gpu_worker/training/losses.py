@@ -42,7 +42,7 @@ def law_losses(
     probabilities are not normalised over the draft vocabulary, so a row counts by the part of its law that the draft
     could ever reach. Gradients flow to `normed`, and to `head` where it asks for them.
     """
-    loss, overlap, hit = _LawLoss.apply(normed, head, columns, probs, kind)
+    loss, overlap, hit = _LawLoss.apply(normed, head, columns, probs, kind)  # type: ignore[no-untyped-call]
     return LawLosses(loss, overlap, hit)
 
 
@@ -74,7 +74,7 @@ class _LawLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         normed: torch.Tensor,
         head: torch.Tensor,
@@ -120,7 +120,7 @@ class _LawLoss(torch.autograd.Function):
         return loss, overlap, hit
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         normed, grad_normed, *kept = ctx.saved_tensors
         scale = upstream[:, None].to(normed.dtype)
         grad_head = None

@@ -45,6 +45,9 @@ class BatchOutcome:
 class DraftObjective(nn.Module):
     """A head, the target's frozen tables in the compute dtype, and the loss between them."""
 
+    embedding: torch.Tensor  # [num_embeddings, h]
+    output_rows: torch.Tensor  # [V, h]
+
     def __init__(
         self,
         head: DecoderHead | MedusaHeads | DraftModel,

@@ -20,7 +20,7 @@ from gpu_worker.training.objective import DraftObjective
 ParallelKind = Literal["ddp", "fsdp"]
 PARALLEL_KINDS: tuple[ParallelKind, ...] = ("ddp", "fsdp")
 
-_FSDP_SINCE = (2, 13)  # before it, torch looks for no gradients in dataclasses and reduces none of ours
+_FSDP_SINCE = "2.13"  # before it, torch looks for no gradients in dataclasses and reduces none of ours
 
 
 def parallelize(module: DraftObjective, kind: ParallelKind) -> nn.Module:
@@ -34,8 +34,7 @@ def parallelize(module: DraftObjective, kind: ParallelKind) -> nn.Module:
     if kind == "ddp":
         return DistributedDataParallel(module, broadcast_buffers=False, find_unused_parameters=unused)
     if torch.__version__ < _FSDP_SINCE:
-        needed = ".".join(map(str, _FSDP_SINCE))
-        raise TrainingError(f"parallel: fsdp needs torch {needed} or later, this is {torch.__version__}")
+        raise TrainingError(f"parallel: fsdp needs torch {_FSDP_SINCE} or later, this is {torch.__version__}")
     mesh = init_device_mesh(module.embedding.device.type, (dist.get_world_size(),))
     # One group: an unrolled step uses every layer several times, so that freeing them in between would gather each as
     # often. Whole parameters and gradients live from the forward to the end of the backward pass.

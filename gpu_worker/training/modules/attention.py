@@ -89,8 +89,8 @@ class UnrolledAttention(nn.Module):
         q = q.view(len(x), self._kv_heads, -1, self._head_dim)  # [R, Hkv, G, D]
         own = None  # [Hkv, G, R, k]: scores of the rows' private keys
         if stored.later_keys:
-            scores = [(q * keys.unsqueeze(2)).sum(-1) for keys in stored.later_keys]
-            own = torch.stack(scores, -1).permute(1, 2, 0, 3)
+            of_keys = [(q * keys.unsqueeze(2)).sum(-1) for keys in stored.later_keys]
+            own = torch.stack(of_keys, -1).permute(1, 2, 0, 3)
         q = q.permute(1, 2, 0, 3)  # [Hkv, G, R, D]
         outputs, own_weights = [], []
         for span, mask in zip(layout.spans, layout.masks, strict=True):
@@ -103,12 +103,13 @@ class UnrolledAttention(nn.Module):
             weights = scores.softmax(-1)
             count = span.end_token - span.first_token
             output = torch.bmm(weights[..., :count], values)
-            outputs.append(output.unflatten(1, (q.shape[1], -1)))
+            outputs.append(torch.unflatten(output, 1, (q.shape[1], -1)))
             if own is not None:
-                own_weights.append(weights[..., count:].unflatten(1, (q.shape[1], -1)))
+                own_weights.append(torch.unflatten(weights[..., count:], 1, (q.shape[1], -1)))
         output = torch.cat(outputs, dim=2).permute(2, 0, 1, 3)  # [R, Hkv, G, D]
         if own is not None:
             shares = torch.cat(own_weights, dim=2).permute(2, 0, 1, 3)  # [R, Hkv, G, k]
             for step, values in enumerate(stored.later_values):
                 output = output + shares[..., step : step + 1] * values.unsqueeze(2)
-        return self.o_proj(output.reshape(len(x), -1))
+        out: torch.Tensor = self.o_proj(output.reshape(len(x), -1))
+        return out

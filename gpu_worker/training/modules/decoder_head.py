@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -44,13 +45,25 @@ class HeadLayer(nn.Module):
     def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The residual stream behind the layer."""
         x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x))
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class HeadLayers(nn.ModuleList):
+    """The layers in order, typed."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(HeadLayer(config, first=i == 0) for i in range(config.num_layers))
+
+    def __iter__(self) -> Iterator[HeadLayer]:
+        return cast(Iterator[HeadLayer], super().__iter__())
 
 
 class DecoderHead(nn.Module):
     """Parameters bear the canonical names of models/heads/tensors.py."""
 
     lookahead = 0  # step k drafts the token whose law is that of the row k further on
+    feature_scale: torch.Tensor
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -60,7 +73,7 @@ class DecoderHead(nn.Module):
         self.combine = Projection(2 * h, h, bias=config.combine_bias) if config.combines else None
         self.embedding_norm = Norm(h, eps) if config.norms_inputs else None
         self.feature_norm = Norm(h, eps) if config.norms_inputs else None
-        self.layers = nn.ModuleList(HeadLayer(config, first=i == 0) for i in range(config.num_layers))
+        self.layers = HeadLayers(config)
         self.norm = Norm(h, eps) if config.norms_output else None
         self.lm_head = Projection(h, config.draft_vocab_size, bias=False) if config.own_lm_head else None
         self._group = config.num_heads // config.num_kv_heads

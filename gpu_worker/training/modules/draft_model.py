@@ -13,7 +13,7 @@ from gpu_worker.models.heads.config import HeadConfig, HeadKind
 from gpu_worker.training.batches import TrainingBatch
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.modules.attention import Layout
-from gpu_worker.training.modules.decoder_head import DraftStep, HeadLayer
+from gpu_worker.training.modules.decoder_head import DraftStep, HeadLayers
 from gpu_worker.training.modules.parts import Norm
 
 
@@ -42,7 +42,7 @@ class DraftModel(nn.Module):
             rope=target.rope,
             qkv_bias=target.qkv_bias,
         )
-        self.layers = nn.ModuleList(HeadLayer(self.config, first=i == 0) for i in range(num_layers))
+        self.layers = HeadLayers(self.config)
         self.norm = Norm(target.hidden_size, target.rms_norm_eps)
         self._group = target.num_heads // target.num_kv_heads
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,10 @@ class MedusaStack(nn.Module):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         h = config.hidden_size
-        self.blocks = nn.ModuleList(Projection(h, h) for _ in range(config.num_medusa_layers))
+        blocks = [Projection(h, h) for _ in range(config.num_medusa_layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.lm_head = Projection(h, config.draft_vocab_size, bias=False) if config.own_lm_head else None
-        for block in self.blocks:
+        for block in blocks:
             nn.init.zeros_(block.weight)  # starts as the target's own next-token law
             nn.init.zeros_(block.bias)
 
@@ -52,7 +54,7 @@ class MedusaHeads(nn.Module):
 
     def output_rows(self, step: int) -> torch.Tensor | None:
         """Head `step`'s own output rows [V, h]; None: the target's."""
-        lm_head = self.medusa[step].lm_head
+        lm_head = cast(MedusaStack, self.medusa[step]).lm_head
         return None if lm_head is None else lm_head.weight
 
     def unroll(self, batch: TrainingBatch, embedding: torch.Tensor, steps: int) -> Iterator[DraftStep]:
