@@ -87,12 +87,7 @@ class HiddenStateDrafter:
         self._ready[slot] = False
 
     def prefill(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
-        """See Drafter.prefill; a chunk's first pair needs the hidden state before it, kept or from a page's end."""
-        for p in progress:
-            first, slot = p.first, p.slot
-            if first == self._computed[slot] and first > 0 and first % self._table.page_size == 0:
-                page = int(self._table.pages[slot, first // self._table.page_size - 1])
-                self._before[slot] = self._page_ends[page]
+        """See Drafter.prefill."""
         self._consume(progress, hidden)
 
     def catch_up(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
@@ -195,6 +190,7 @@ class HiddenStateDrafter:
                 self._ready[p.slot] = False
                 continue
             if start == p.first:  # its predecessor was computed before this step
+                self._recall(p)
                 wanted.append(zeros if start == 0 else num_rows + place)
             wanted += p.rows[max(start - 1 - p.first, 0) : goal - 1 - p.first].tolist()
             rows.append(SequenceRows(p.slot, start, goal - start))
@@ -206,6 +202,16 @@ class HiddenStateDrafter:
                 sources = torch.cat([features, before, features.new_zeros(1, features.shape[1])])
             self._run(rows, reached, take_rows(sources, wanted))
         self._keep(progress, features)
+
+    def _recall(self, progress: TargetProgress) -> None:
+        """Behind a page the hidden state before a step's first token is the page's: this slot may never have had it.
+
+        A row of one token needs that too: it may be all that a prefix hit left of a prompt.
+        """
+        page_index, offset = divmod(progress.first, self._table.page_size)
+        if page_index and not offset:
+            page = int(self._table.pages[progress.slot, page_index - 1])
+            self._before[progress.slot] = self._page_ends[page]
 
     def _run(self, rows: list[SequenceRows], reached: list[TargetProgress], pairs: torch.Tensor) -> None:
         """One pass over `rows` with features pairs [rows, F]; what it gives at each sequence's end is kept."""

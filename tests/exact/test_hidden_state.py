@@ -118,6 +118,20 @@ def test_a_prefix_hit_resumes_the_draft_exactly(
     assert warm_output.steps == cold_output.steps
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_of_one_token_behind_a_prefix_hit(kind: str, tiny: CausalLM, tiny_model_dir: Path) -> None:
+    """Its row looks like that of a decoding sequence, yet its first pair needs the hidden state of the page's end."""
+    shared = np.random.default_rng(5).integers(3, 290, 8).tolist()
+    engine = make_engine(kind, tiny, tiny_model_dir)
+    engine.generate([shared], max_tokens=8)
+    request = engine.submit([*shared, 17], max_tokens=24)
+    engine.step()
+    slot = int(np.flatnonzero(engine.table.epochs >= 0)[0])
+    assert int(drafter_of(engine, kind)._computed[slot]) == len(shared) + 2
+    assert_draft_state_is_fresh(engine, kind, tiny, slot)
+    assert engine.run()[request, 0].num_cached_tokens == 8
+
+
 @pytest.mark.parametrize("kind", ["eagle-full", "eagle3", "mtp"])
 def test_pages_without_the_heads_kv_are_computed_again(
     kind: str, tiny: CausalLM, tiny_model_dir: Path, prompts: list[list[int]]
