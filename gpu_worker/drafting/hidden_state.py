@@ -241,6 +241,4 @@ class HiddenStateDrafter:
             if p.num_known == end:  # more of the prompt is to come
                 self._before[p.slot] = features[int(p.rows[-1])]
         if pages:
-            device = features.device
-            rows = features.index_select(0, torch.tensor(sources, device=device))
-            self._page_ends[torch.tensor(pages, device=device)] = rows
+            put_rows(self._page_ends, pages, take_rows(features, sources))
