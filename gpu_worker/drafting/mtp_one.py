@@ -102,11 +102,11 @@ class OneTokenDrafter(HiddenStateDrafter):
     def catch_up(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
         """See Drafter.catch_up; of what was followed already only marks and page ends are missing."""
         followed = [p for p in progress if self._followed[p.slot]]
+        left = [p for p in progress if not self._followed[p.slot]]
         for p in followed:
             self._computed[p.slot] = p.num_known
             self._followed[p.slot] = False
         self._keep(followed, hidden.features(self.hidden_layers))
-        left = [p for p in progress if p not in followed]
         if left:
             self._consume(left, hidden)
 

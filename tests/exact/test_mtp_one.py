@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -295,7 +296,7 @@ def test_the_context_limit_is_reached_and_never_crossed(
 def test_the_heads_own_limit(tiny: CausalLM, tiny_model_dir: Path) -> None:
     """A head of 32 positions: sequences that outgrow it go on without drafts, and are no trouble to others."""
     head = skilled_mtp_head(tiny, tiny_model_dir)
-    object.__setattr__(head.config, "max_position_embeddings", 32)
+    head.config = dataclasses.replace(head.config, max_position_embeddings=32)
     generator = np.random.default_rng(3)
     prompts = [generator.integers(3, 290, n).tolist() for n in (4, 26, 29, 30, 31, 32, 40)]
     engine = InProcessEngine(tiny, heads={MTP: head}, head_drafter=OneTokenDrafter, num_draft_tokens=1)
