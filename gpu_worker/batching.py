@@ -11,6 +11,7 @@ import torch
 
 from gpu_worker.forward_batch import AttentionMetadata, ForwardBatch
 from gpu_worker.request_state import RequestTable
+from gpu_worker.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ def build_forward_batch(table: RequestTable, rows: Sequence[SequenceRows]) -> Fo
     listed = np.arange(pages.shape[1]) < num_pages[:, None]
     device = table.device
     return ForwardBatch(
-        input_ids=torch.from_numpy(input_ids).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        out_slots=torch.from_numpy(table.kv_slots(slots, indices)).to(device),
+        input_ids=to_device(input_ids, device),
+        positions=to_device(positions, device),
+        out_slots=to_device(table.kv_slots(slots, indices), device),
         attention=AttentionMetadata(
             page_size=table.page_size,
             qo_indptr=qo_indptr,
@@ -84,9 +85,9 @@ def _of_one(table: RequestTable, row: SequenceRows) -> ForwardBatch:
     kv_len = row.first + num_rows
     num_pages = -(-kv_len // size)
     return ForwardBatch(
-        input_ids=torch.from_numpy(input_ids).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        out_slots=torch.from_numpy(table.kv_slots(row.slot, indices)).to(device),
+        input_ids=to_device(input_ids, device),
+        positions=to_device(positions, device),
+        out_slots=to_device(table.kv_slots(row.slot, indices), device),
         attention=AttentionMetadata(
             page_size=size,
             qo_indptr=np.array((0, num_rows), dtype=np.int32),

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu_worker.transfers import to_device
+
 
 @dataclass(frozen=True)
 class HostNodes:
@@ -18,6 +20,15 @@ class HostNodes:
 
     indptr: list[int]
     tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+
+
+@dataclass(frozen=True)
+class HostShape:
+    """What is known of a tree's nodes without their tokens."""
+
+    indptr: list[int]
     parents: list[int]
     depths: list[int]
 
@@ -55,11 +66,24 @@ class DraftTree:
         return self.num_nodes > self.num_requests
 
     @cached_property
+    def drafts_one_at_most(self) -> bool:
+        """True if every request is a root alone or a root and its child."""
+        return all(end - begin <= 2 for begin, end in pairwise(self.indptr.tolist()))
+
+    @cached_property
+    def shape(self) -> HostShape:
+        """The nodes on the host but for their tokens; nothing is read back where `indptr` says it all."""
+        indptr = self.indptr.tolist()
+        if not self.drafts_one_at_most:
+            return HostShape(indptr, self.parents.tolist(), self.depths.tolist())
+        parents = [begin for begin, end in pairwise(indptr) for _ in range(begin, end)]
+        return HostShape(indptr, parents, [node - parent for node, parent in enumerate(parents)])
+
+    @cached_property
     def host(self) -> HostNodes:
         """The nodes on the host."""
-        return HostNodes(
-            self.indptr.tolist(), self.tokens.tolist(), self.parents.tolist(), self.depths.tolist()
-        )
+        shape = self.shape
+        return HostNodes(shape.indptr, self.tokens.tolist(), shape.parents, shape.depths)
 
     def ancestors(self) -> torch.Tensor:
         """[N, N] bool: row i is True at i and at every ancestor of node i (same request only)."""
@@ -74,8 +98,10 @@ class DraftTree:
 
     def is_chain(self) -> bool:
         """True if no node of any request has two children: depth counts up along each request's nodes."""
-        host = self.host
-        return all(host.depths[begin:end] == list(range(end - begin)) for begin, end in pairwise(host.indptr))
+        shape = self.shape
+        return all(
+            shape.depths[begin:end] == list(range(end - begin)) for begin, end in pairwise(shape.indptr)
+        )
 
     def with_laws(self, laws: list[list[torch.Tensor]]) -> DraftTree:
         """The tree with the law [V] that each draft token of request r was drawn from, laws[r] in order of its nodes.
@@ -95,7 +121,7 @@ class DraftTree:
 
 def int64_tensor(values: Sequence[int], device: torch.device | str) -> torch.Tensor:
     """The values as a tensor; for a few of them several times faster than torch.tensor."""
-    return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
+    return to_device(np.array(values, dtype=np.int64), device)
 
 
 def tree_of(
@@ -144,14 +170,35 @@ def chain_tree(
     return tree_of(roots, drafts, [list(range(-1, len(draft) - 1)) for draft in drafts], device, confidences)
 
 
+def single_drafts_tree(roots: list[int], drafted: Sequence[int], drafts: torch.Tensor) -> DraftTree:
+    """Each root with at most one draft: those of the requests `drafted` [d], ascending, are drafts [d] int64.
+
+    The drafts stay where they are.
+    """
+    indptr = np.arange(len(roots) + 1, dtype=np.int64)
+    indptr[1:] += np.searchsorted(drafted, np.arange(len(roots)), side="right")
+    starts = np.repeat(indptr[:-1], np.diff(indptr))  # [N] each node's root
+    tokens = to_device(np.repeat(np.array(roots, dtype=np.int64), np.diff(indptr)), drafts.device)
+    if len(drafted):
+        nodes = to_device(indptr[np.array(drafted)] + 1, drafts.device)
+        tokens = tokens.index_copy(0, nodes, drafts)
+    depths = np.arange(len(starts)) - starts
+    return DraftTree(
+        indptr=indptr.astype(np.int32),
+        tokens=tokens,
+        parents=to_device(starts, drafts.device),
+        depths=to_device(depths, drafts.device),
+    )
+
+
 def root_tree(roots: npt.NDArray[np.int64], device: torch.device | str = "cpu") -> DraftTree:
     """R requests without drafts: roots [R] are their last known tokens."""
     n = len(roots)
     return DraftTree(
         indptr=np.arange(n + 1, dtype=np.int32),
-        tokens=torch.from_numpy(roots).to(device),
-        parents=torch.from_numpy(np.arange(n)).to(device),
-        depths=torch.from_numpy(np.zeros(n, dtype=np.int64)).to(device),
+        tokens=to_device(roots, device),
+        parents=to_device(np.arange(n), device),
+        depths=to_device(np.zeros(n, dtype=np.int64), device),
     )
 
 

@@ -4,44 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from gpu_worker.attention.base import AttentionBackend
-from gpu_worker.batching import SequenceRows, build_forward_batch
 from gpu_worker.draft_tree import DraftTree, merge_trees, root_tree
-from gpu_worker.drafting.base import Drafter, DraftRequest, TargetHidden, TargetProgress
+from gpu_worker.drafting.base import (
+    Drafter,
+    DraftRequest,
+    FollowsWithoutLengths,
+    TargetHidden,
+    TargetProgress,
+    UnreadRows,
+)
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.base import CausalLM
 from gpu_worker.request_state import Int64Array, RequestTable
-from gpu_worker.sampling.sampler import Sampler, Verification
+from gpu_worker.sampling.sampler import Sampler
+from gpu_worker.sampling.verification import UnreadVerification, Verification
+from gpu_worker.target_pass import Step, TargetForward, TargetPass
+from gpu_worker.transfers import to_device
 from shared_mem.enums import SpeculationMethod
 from shared_mem.records import FOLLOWS, Logprobs, RowPlan, RowResult, StepPlan, StepResult
 
 Publish = Callable[[StepResult], None]
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The rows of one plan laid out for the target's forward pass."""
-
-    rows: tuple[RowPlan, ...]
-    starts: list[int]  # num_computed of each row, counted here where the plan says FOLLOWS
-    sampling: list[int]  # indices of rows that draw a token; request r of `tree` is rows[sampling[r]]
-    slots: Int64Array  # [R] slots of the sampling rows
-    tree: DraftTree  # one request per sampling row
-
-
-class _Verified(NamedTuple):
-    """What the target's forward pass came to."""
-
-    verification: Verification | None  # None: no row drew a token
-    prompt_logprobs: dict[int, Logprobs]  # by row
-    hidden: TargetHidden
-    first_rows: list[int]  # of each plan row, in `hidden`
 
 
 class ModelRunner:
@@ -58,10 +45,15 @@ class ModelRunner:
     ) -> None:
         self._target = target
         self._pool = pool
-        self._attention = attention
+        self._forward = TargetForward(target, pool, attention, table)
         self._sampler = sampler
         self._table = table
         self._drafters = drafters
+        self._unread_followers = {
+            method: drafter
+            for method, drafter in drafters.items()
+            if isinstance(drafter, FollowsWithoutLengths)
+        }
         # Which drafters keep state of their own for the sequence in each slot, as its admission said.
         self._followers: list[tuple[SpeculationMethod, ...]] = [()] * table.num_slots
 
@@ -77,11 +69,12 @@ class ModelRunner:
             publish(StepResult(plan.step_id, ()))
             return
         step = self._draft(plan.rows)
-        verified = self._verify(step)
-        results, progress = self._commit(step, verified)
+        target = self._forward.run(step, self._hidden_layers(step.rows))
+        verification = self._verify(step, target)
+        results, progress = self._commit(step, target, verification)
         duration_us = int((time.perf_counter() - started) * 1e6)
         publish(StepResult(plan.step_id, tuple(results), duration_us))
-        self._catch_up(step, progress, verified.hidden)
+        self._catch_up(step, progress, target.hidden)
 
     def _apply(self, plan: StepPlan) -> None:
         for release in plan.releases:
@@ -117,7 +110,7 @@ class ModelRunner:
             for row, known in zip(rows, num_known, strict=True)
         ]
 
-    def _draft(self, rows: tuple[RowPlan, ...]) -> _Step:
+    def _draft(self, rows: tuple[RowPlan, ...]) -> Step:
         """Asks each row's drafter for a tree; rows that do not draft are trees of one node."""
         sampling = [i for i, row in enumerate(rows) if row.samples]
         slots = np.array([rows[i].slot for i in sampling], dtype=np.int64)
@@ -143,87 +136,81 @@ class ModelRunner:
             tree = root_tree(slots, self._table.device)  # nobody samples
         else:
             tree = trees[0] if len(trees) == 1 else merge_trees(trees, order)
-        return _Step(rows, self._starts(rows), sampling, slots, tree)
+        return Step(rows, self._starts(rows), sampling, slots, tree)
 
-    def _verify(self, step: _Step) -> _Verified:
-        """The target's pass over all rows; acceptance of the sampling rows; log-probabilities of prompt rows."""
-        sequences = self._layout(step)
-        batch = build_forward_batch(self._table, sequences)
-        layers = self._hidden_layers(step)
-        hidden, captured = self._target.forward_capturing(
-            batch, self._pool, self._attention, layers
-        )  # [T, h]
-        states = TargetHidden(hidden, captured, layers)
-        ends = batch.attention.qo_indptr[1:]
-        first_rows = batch.attention.qo_indptr[:-1].tolist()
-        prompt_logprobs = {
-            i: logprobs
-            for i, row in enumerate(step.rows)
-            if (row.num_query > 1 or not row.samples)  # a prompt's tokens follow
-            and (logprobs := self._prompt_logprobs(row, step.starts[i], hidden, int(ends[i]) - row.num_query))
-            is not None
-        }
+    def _verify(self, step: Step, target: TargetPass) -> Verification | None:
+        """Acceptance of the sampling rows; None if no row draws a token.
+
+        Drafters that need no lengths for it follow before anything is read back, and so beside what follows here.
+        """
         if not step.sampling:
-            return _Verified(None, prompt_logprobs, states, first_rows)
-        tree = step.tree
-        if tree.num_nodes < batch.num_rows:
-            nodes = np.diff(tree.indptr)
-            shifts = ends[step.sampling] - tree.indptr[1:]  # a request's nodes are its last rows
-            wanted = np.arange(tree.num_nodes) + np.repeat(shifts, nodes)
-            hidden = hidden.index_select(0, torch.from_numpy(wanted).to(hidden.device))  # [N, h]
-        if not self._sampler.needs_logits(step.slots):
-            verification = self._sampler.verify_greedy(tree, self._target.compute_argmax(hidden))
-        else:
-            logits = self._target.compute_logits(hidden)  # [N, V]
-            lengths = self._table.num_tokens[step.slots]
-            verification = self._sampler.verify(tree, logits, step.slots, lengths)
-        return _Verified(verification, prompt_logprobs, states, first_rows)
+            return None
+        tree, slots, sampler = step.tree, step.slots, self._sampler
+        lengths = self._table.num_tokens[slots]
+        unread_rows = self._unread_rows(step, target)
+        if not sampler.needs_logits(slots):
+            best = self._target.compute_argmax(target.nodes)
+            if not unread_rows:
+                return sampler.verify_greedy(tree, best)
+            return self._follow(sampler.verify_unread_greedy(tree, best), unread_rows, target)
+        logits = self._target.compute_logits(target.nodes)  # [N, V]
+        if not unread_rows:
+            return sampler.verify(tree, logits, slots, lengths)
+        unread = sampler.verify_unread(tree, logits, slots, lengths)
+        return sampler.with_logprobs(self._follow(unread, unread_rows, target), logits, slots)
 
-    def _hidden_layers(self, step: _Step) -> tuple[int, ...]:
+    def _unread_rows(self, step: Step, target: TargetPass) -> dict[SpeculationMethod, list[UnreadRows]]:
+        """The decode rows that drafters can follow without lengths, if acceptance in this step stays on the device."""
+        rows: dict[SpeculationMethod, list[UnreadRows]] = {}
+        if not self._unread_followers or not step.tree.drafts_one_at_most:
+            return rows
+        if not self._sampler.draws_first(step.slots):
+            return rows
+        indptr = step.tree.shape.indptr
+        for r, i in enumerate(step.sampling):
+            row, count = step.rows[i], indptr[r + 1] - indptr[r]
+            if row.num_query == 1:
+                unread = UnreadRows(row.slot, step.starts[i], count, target.first_rows[i], r, indptr[r])
+                for method in self._followers[row.slot]:
+                    if method in self._unread_followers:
+                        rows.setdefault(method, []).append(unread)
+        return rows
+
+    def _follow(
+        self,
+        unread: UnreadVerification,
+        rows: dict[SpeculationMethod, list[UnreadRows]],
+        target: TargetPass,
+    ) -> Verification:
+        """Launches the catch-up of `rows`, then reads what was accepted."""
+        for method, of_method in rows.items():
+            self._unread_followers[method].follow(of_method, unread, target.hidden)
+        return unread.read()
+
+    def _hidden_layers(self, rows: tuple[RowPlan, ...]) -> tuple[int, ...]:
         """The target layers whose outputs the drafters that follow any of the rows will read."""
-        methods = {method for row in step.rows for method in self._followers[row.slot]}
+        methods = {method for row in rows for method in self._followers[row.slot]}
         layers = {layer for method in methods for layer in self._drafters[method].hidden_layers or ()}
         return tuple(sorted(layers))
 
-    def _layout(self, step: _Step) -> list[SequenceRows]:
-        tree, rows, starts = step.tree, step.rows, step.starts
-        sequences = [
-            SequenceRows(row.slot, start, row.num_query) for row, start in zip(rows, starts, strict=True)
-        ]
-        if not tree.has_drafts:
-            return sequences
-        ancestors = None if tree.is_chain() else tree.ancestors()
-        tokens, depths, indptr = tree.host.tokens, tree.host.depths, tree.host.indptr
-        for r, i in enumerate(step.sampling):
-            begin, end = indptr[r], indptr[r + 1]
-            if end - begin == 1:
+    def _prompt_logprobs(self, step: Step, target: TargetPass) -> dict[int, Logprobs]:
+        """By row, log-probabilities of the prompt tokens that follow a row's tokens, where they are asked for."""
+        result: dict[int, Logprobs] = {}
+        for i, row in enumerate(step.rows):
+            if row.num_query == 1 and row.samples:
+                continue  # no token of the prompt follows
+            count, start = self._table.sampling[row.slot].num_prompt_logprobs, step.starts[i]
+            m = min(row.num_query, int(self._table.num_prompt_tokens[row.slot]) - 1 - start)
+            if count < 0 or m <= 0:
                 continue
-            assert rows[i].num_query == 1, "only decode rows draft"
-            sequences[i] = SequenceRows(
-                rows[i].slot,
-                starts[i],
-                1,
-                tuple(tokens[begin + 1 : end]),
-                tuple(starts[i] + depth for depth in depths[begin + 1 : end]),
-                None if ancestors is None else ancestors[begin:end, begin:end],
-            )
-        return sequences
-
-    def _prompt_logprobs(
-        self, row: RowPlan, start: int, hidden: torch.Tensor, first_row: int
-    ) -> Logprobs | None:
-        """Log-probabilities of the prompt tokens that follow this row's tokens; None if not asked for."""
-        count = self._table.sampling[row.slot].num_prompt_logprobs
-        following = int(self._table.num_prompt_tokens[row.slot]) - 1 - start
-        m = min(row.num_query, following)
-        if count < 0 or m <= 0:
-            return None
-        logits = self._target.compute_logits(hidden[first_row : first_row + m])
-        token_ids = self._table.tokens[row.slot, start + 1 : start + 1 + m]
-        return self._sampler.prompt_logprobs(logits, torch.from_numpy(token_ids).to(logits.device), count)
+            first = target.first_rows[i]
+            logits = self._target.compute_logits(target.hidden.normed[first : first + m])
+            token_ids = self._table.tokens[row.slot, start + 1 : start + 1 + m]
+            result[i] = self._sampler.prompt_logprobs(logits, to_device(token_ids, logits.device), count)
+        return result
 
     def _commit(
-        self, step: _Step, verified: _Verified
+        self, step: Step, target: TargetPass, verification: Verification | None
     ) -> tuple[list[RowResult], list[TargetProgress | None]]:
         """Takes over what was accepted: KV to contiguous slots, tokens, penalties; one RowResult per row.
 
@@ -232,7 +219,7 @@ class ModelRunner:
         emitted: list[list[int]] = []
         accepted: list[int] = []
         logprobs: list[Logprobs | None] = []
-        verification = verified.verification
+        prompt_logprobs = self._prompt_logprobs(step, target)
         if verification is not None:
             emitted, accepted = verification.token_ids, verification.num_accepted
             logprobs = verification.logprobs
@@ -240,7 +227,7 @@ class ModelRunner:
                 self._move_accepted(step, verification)
             self._table.append_each(step.slots, emitted)
             self._sampler.commit(step.slots, emitted)
-        indptr, depths = step.tree.host.indptr, step.tree.host.depths
+        indptr, depths = step.tree.shape.indptr, step.tree.shape.depths
         request_of = {i: r for r, i in enumerate(step.sampling)}
         results: list[RowResult] = []
         progress: list[TargetProgress | None] = []
@@ -249,7 +236,7 @@ class ModelRunner:
             token_ids = [] if r is None else emitted[r]
             num_accepted = 0 if r is None else accepted[r]
             num_drafts = 0 if r is None else indptr[r + 1] - indptr[r] - 1
-            done = self._progress(step, verified, i, r) if self._followers[row.slot] else None
+            done = self._progress(step, target, verification, i, r) if self._followers[row.slot] else None
             progress.append(done)
             results.append(
                 RowResult(
@@ -262,18 +249,20 @@ class ModelRunner:
                     num_accepted_tokens=num_accepted,
                     num_draft_computed=self._num_draft_computed(row.slot, done),
                     logprobs=None if r is None else logprobs[r],
-                    prompt_logprobs=verified.prompt_logprobs.get(i),
+                    prompt_logprobs=prompt_logprobs.get(i),
                 )
             )
         return results, progress
 
-    def _progress(self, step: _Step, verified: _Verified, i: int, r: int | None) -> TargetProgress:
+    def _progress(
+        self, step: Step, target: TargetPass, verification: Verification | None, i: int, r: int | None
+    ) -> TargetProgress:
         """Row i (request r of the tree, if it draws a token) for its drafters; the table has its new tokens already."""
-        row, start, first = step.rows[i], step.starts[i], verified.first_rows[i]
+        row, start, first = step.rows[i], step.starts[i], target.first_rows[i]
         rows = np.arange(first, first + row.num_query)
-        if r is None or verified.verification is None:
+        if r is None or verification is None:
             return TargetProgress(row.slot, start + row.num_query, 0, start, rows)
-        path = verified.verification.path_nodes[r]
+        path = verification.path_nodes[r]
         if len(path) > 1:  # the accepted nodes' rows, root first
             rows = np.array(path) + (first - path[0])
         num_known = int(self._table.num_tokens[row.slot])
@@ -285,7 +274,7 @@ class ModelRunner:
             return 0
         return self._drafters[SpeculationMethod.DRAFT_MODEL].num_computed_after(done)
 
-    def _move_accepted(self, step: _Step, verification: Verification) -> None:
+    def _move_accepted(self, step: Step, verification: Verification) -> None:
         """Brings the accepted path of each tree to the slots right behind the root (a chain is there already)."""
         sources: list[Int64Array] = []
         targets: list[Int64Array] = []
@@ -300,9 +289,9 @@ class ModelRunner:
         if sources:
             device = self._table.device
             source, target = np.concatenate(sources), np.concatenate(targets)
-            self._pool.move(torch.from_numpy(source).to(device), torch.from_numpy(target).to(device))
+            self._pool.move(to_device(source, device), to_device(target, device))
 
-    def _catch_up(self, step: _Step, progress: list[TargetProgress | None], hidden: TargetHidden) -> None:
+    def _catch_up(self, step: Step, progress: list[TargetProgress | None], hidden: TargetHidden) -> None:
         """Lets every drafter follow the sequences that it keeps state for, whatever method drafted."""
         prefilled: dict[SpeculationMethod, list[TargetProgress]] = {}
         decoded: dict[SpeculationMethod, list[TargetProgress]] = {}

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from gpu_worker.transfers import to_device
+
 
 def take_rows(source: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """source [N, ...] at `rows`: a view where they follow each other, else a copy. Do not write to it."""
@@ -28,4 +30,4 @@ def _is_run(rows: Sequence[int]) -> bool:
 
 
 def _index(rows: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.array(rows, dtype=np.int64)).to(device)
+    return to_device(np.array(rows, dtype=np.int64), device)

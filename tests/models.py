@@ -29,6 +29,8 @@ _TRAINING_TEXT = (
 
 _LOGIT_STD = 3.0
 
+EMBEDDING_STD = 0.05  # small beside the layers' outputs (about 1): a token must not predict itself
+
 
 def make_tokenizer(directory: str | Path, vocab_size: int = 300, *, permuted: bool = False) -> Path:
     """Writes a byte-level BPE tokenizer (tokenizer.json, tokenizer_config.json with a ChatML template).
@@ -119,10 +121,9 @@ def make_tiny_llama(
     def near_one(size: int) -> torch.Tensor:
         return 1.0 + normal(size, std=0.1)
 
-    embedding_std = 0.05  # small beside the layers' outputs (about 1): a token must not predict itself
-    head_std = embedding_std if tie else 0.2
+    head_std = EMBEDDING_STD if tie else 0.2
     tensors: dict[str, torch.Tensor] = {
-        "model.embed_tokens.weight": normal(vocab_size, hidden_size, std=embedding_std),
+        "model.embed_tokens.weight": normal(vocab_size, hidden_size, std=EMBEDDING_STD),
         "model.norm.weight": near_one(hidden_size) * (_LOGIT_STD / (head_std * hidden_size**0.5)),
     }
     sizes = {

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from gpu_worker.attention.grouping import FewRows, group_few_rows
 from gpu_worker.forward_batch import AttentionMetadata
+from gpu_worker.transfers import to_device
 
 # Causal requests with at most this many rows are grouped; with more, a request fills a core by itself.
 MAX_GROUPED_ROWS = 16
@@ -107,10 +108,10 @@ class CPUAttention:
 
     def _upload(self, group: FewRows) -> _Group:
         def tensor(array: npt.NDArray[np.int64]) -> torch.Tensor:
-            return torch.from_numpy(array).to(self._device)
+            return to_device(array, self._device)
 
         def bias(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else values.to(self._device)
+            return None if values is None else to_device(values, self._device)
 
         flat_rows = group.rows.ravel()
         valid = np.flatnonzero(group.valid.ravel())
@@ -212,7 +213,7 @@ class CPUAttention:
         slots = None
         if not consecutive:
             host = (pages[:, None] * metadata.page_size + np.arange(metadata.page_size)).ravel()[:kv_len]
-            slots = torch.from_numpy(host).to(self._device)
+            slots = to_device(host, self._device)
         prefills = []
         for row in range(first_row, end_row, PREFILL_BLOCK_ROWS):
             num_rows = min(PREFILL_BLOCK_ROWS, end_row - row)
@@ -221,7 +222,9 @@ class CPUAttention:
             bias = None
             if num_before:
                 visible = torch.ones(num_rows, num_keys, dtype=torch.bool).tril_(num_before)
-                bias = torch.zeros(num_rows, num_keys).masked_fill_(~visible, -torch.inf).to(self._device)
+                bias = to_device(
+                    torch.zeros(num_rows, num_keys).masked_fill_(~visible, -torch.inf), self._device
+                )
             prefills.append(
                 _Prefill(
                     first_row=row,

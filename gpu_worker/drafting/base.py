@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from gpu_worker.draft_tree import DraftTree
 from gpu_worker.request_state import Int64Array
+from gpu_worker.sampling.verification import UnreadVerification
 from shared_mem.enums import SpeculationMethod
 from shared_mem.records import Admission
 
@@ -41,6 +42,21 @@ class TargetProgress:
     def num_computed(self) -> int:
         """Leading tokens whose target KV is valid now."""
         return self.first + len(self.rows)
+
+
+@dataclass(frozen=True)
+class UnreadRows:
+    """Rows of one decoding sequence in a step: its last known token, and at most one draft that nobody has judged yet.
+
+    As far as the host knows them: how many of the rows count is in the UnreadVerification.
+    """
+
+    slot: int
+    first: int  # position of the last known token
+    num_rows: int  # 1 or 2
+    first_row: int  # in TargetHidden
+    request: int  # of the step's tree
+    first_node: int  # in the step's tree
 
 
 @dataclass(frozen=True)
@@ -100,4 +116,20 @@ class Drafter(Protocol):
 
     def num_computed_after(self, progress: TargetProgress) -> int:
         """Leading tokens with valid draft KV once prefill or catch_up of this progress has run."""
+        ...
+
+
+@runtime_checkable
+class FollowsWithoutLengths(Drafter, Protocol):
+    """A drafter that follows a verification on the device, before the host knows how many drafts were accepted."""
+
+    def follow(
+        self, rows: Sequence[UnreadRows], verification: UnreadVerification, hidden: TargetHidden
+    ) -> None:
+        """Launches what the catch-up of these rows takes, and waits for nothing.
+
+        Called before the lengths are read, in steps whose requests have one draft at most. catch_up of the same step
+        comes all the same, once the result was published: for the sequences that it left out, and for what only the
+        host keeps.
+        """
         ...

@@ -37,6 +37,16 @@ class ChoiceOfDrafts:
             return target_ids(self._token_ids, self._output.argmax(normed)).tolist(), None
         return self._sampler.propose(self._logits(normed), slots, positions, drafted)
 
+    def draws_plainly(self, slot: int) -> bool:
+        """See Sampler.draws_plainly."""
+        return self._sampler.draws_plainly(slot)
+
+    def best_unread(self, normed: torch.Tensor, slots: list[int], positions: torch.Tensor) -> torch.Tensor:
+        """[M] int64: `best` for slots that draw plainly, at positions [M] int64; all of it stays on the device."""
+        if self.takes_best(slots):
+            return target_ids(self._token_ids, self._output.argmax(normed))
+        return self._sampler.propose_unread(self._logits(normed), slots, positions)
+
     def children(
         self,
         normed: torch.Tensor,

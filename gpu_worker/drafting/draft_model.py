@@ -76,7 +76,8 @@ class DraftModelDrafter:
             [] for _ in range(num_slots)
         ]  # drafts of this round whose KV was written
         self._ready = np.zeros(num_slots, dtype=np.bool_)  # the mark has reached the last known token
-        self._hidden = torch.zeros(num_slots, model.config.hidden_size, device=model.device)  # at that token
+        hidden_size = model.config.hidden_size
+        self._hidden = torch.zeros(num_slots, hidden_size, dtype=model.dtype, device=model.device)  # there
 
     def admit(self, admission: Admission) -> None:
         """See Drafter.admit."""

@@ -68,13 +68,16 @@ class HiddenStateDrafter:
         simple = self._first == 0 and shape.fixed is None
         self._grow = head.tree if simple and isinstance(head, DraftsInOneCall) else None
         slots, h, size = table.num_slots, config.hidden_size, config.feature_size
-        device = head.device
+
+        def zeros(rows: int, width: int) -> torch.Tensor:
+            return torch.zeros(rows, width, dtype=head.dtype, device=head.device)
+
         self._computed = np.zeros(slots, dtype=np.int64)  # leading tokens with valid draft KV
         self._ready = np.zeros(slots, dtype=np.bool_)  # the mark has reached the last known token
-        self._recycled = torch.zeros(slots, h, device=device)  # the head's outputs at that token
-        self._normed = torch.zeros(slots, h, device=device)
-        self._before = torch.zeros(slots, size, device=device)  # target features of the last computed token
-        self._page_ends = torch.zeros(num_pages, size, device=device)  # of the last token of each full page
+        self._recycled = zeros(slots, h)  # the head's outputs at that token
+        self._normed = zeros(slots, h)
+        self._before = zeros(slots, size)  # target features of the last computed token
+        self._page_ends = zeros(num_pages, size)  # of the last token of each full page
 
     def admit(self, admission: Admission) -> None:
         """See Drafter.admit; pages of a prefix hit hold this drafter's KV wherever they hold the target's."""
@@ -87,12 +90,7 @@ class HiddenStateDrafter:
         self._ready[slot] = False
 
     def prefill(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
-        """See Drafter.prefill; a chunk's first pair needs the hidden state before it, kept or from a page's end."""
-        for p in progress:
-            first, slot = p.first, p.slot
-            if first == self._computed[slot] and first > 0 and first % self._table.page_size == 0:
-                page = int(self._table.pages[slot, first // self._table.page_size - 1])
-                self._before[slot] = self._page_ends[page]
+        """See Drafter.prefill."""
         self._consume(progress, hidden)
 
     def catch_up(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
@@ -195,6 +193,7 @@ class HiddenStateDrafter:
                 self._ready[p.slot] = False
                 continue
             if start == p.first:  # its predecessor was computed before this step
+                self._recall(p)
                 wanted.append(zeros if start == 0 else num_rows + place)
             wanted += p.rows[max(start - 1 - p.first, 0) : goal - 1 - p.first].tolist()
             rows.append(SequenceRows(p.slot, start, goal - start))
@@ -202,10 +201,20 @@ class HiddenStateDrafter:
         if rows:
             sources = features
             if max(wanted) >= num_rows:
-                before = take_rows(self._before, [p.slot for p in progress]).to(features.dtype)
+                before = take_rows(self._before, [p.slot for p in progress])
                 sources = torch.cat([features, before, features.new_zeros(1, features.shape[1])])
             self._run(rows, reached, take_rows(sources, wanted))
         self._keep(progress, features)
+
+    def _recall(self, progress: TargetProgress) -> None:
+        """Behind a page the hidden state before a step's first token is the page's: this slot may never have had it.
+
+        A row of one token needs that too: it may be all that a prefix hit left of a prompt.
+        """
+        page_index, offset = divmod(progress.first, self._table.page_size)
+        if page_index and not offset:
+            page = int(self._table.pages[progress.slot, page_index - 1])
+            self._before[progress.slot] = self._page_ends[page]
 
     def _run(self, rows: list[SequenceRows], reached: list[TargetProgress], pairs: torch.Tensor) -> None:
         """One pass over `rows` with features pairs [rows, F]; what it gives at each sequence's end is kept."""
@@ -230,8 +239,6 @@ class HiddenStateDrafter:
                 pages.append(int(self._table.pages[p.slot, stop // page_size - 1]))
                 sources.append(int(p.rows[stop - 1 - p.first]))
             if p.num_known == end:  # more of the prompt is to come
-                self._before[p.slot] = features[int(p.rows[-1])].to(self._before.dtype)
+                self._before[p.slot] = features[int(p.rows[-1])]
         if pages:
-            device = features.device
-            rows = features.index_select(0, torch.tensor(sources, device=device))
-            self._page_ends[torch.tensor(pages, device=device)] = rows.to(self._page_ends.dtype)
+            put_rows(self._page_ends, pages, take_rows(features, sources))

@@ -54,7 +54,9 @@ class MedusaDrafter:
         self._shape = build_product_tree(
             [r if tree else r[:1] for r in rates[:depth]], MAX_NODES, least_probability
         )
-        self._hidden = torch.zeros(table.num_slots, config.hidden_size, device=heads.device)
+        self._hidden = torch.zeros(
+            table.num_slots, config.hidden_size, dtype=heads.dtype, device=heads.device
+        )
         self._ready = np.zeros(table.num_slots, dtype=np.bool_)
 
     def admit(self, admission: Admission) -> None:
@@ -73,9 +75,7 @@ class MedusaDrafter:
         """Keeps the hidden state that the target drew each sequence's last token from."""
         slots = [p.slot for p in progress]
         rows = torch.tensor([int(p.rows[-1]) for p in progress], device=hidden.normed.device)
-        self._hidden[torch.tensor(slots, device=self._hidden.device)] = hidden.normed[rows].to(
-            self._hidden.dtype
-        )
+        self._hidden[torch.tensor(slots, device=self._hidden.device)] = hidden.normed[rows]
         self._ready[slots] = [p.num_known > p.num_computed for p in progress]
 
     def num_computed_after(self, progress: TargetProgress) -> int:

@@ -17,6 +17,7 @@ from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.sampling.law import Law
 from gpu_worker.sampling.slot_states import Int64Array, Penalties, SlotStates, to_tensor
 from gpu_worker.sampling.truncation import tempered, truncate
+from gpu_worker.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class LogitsProcessor:
         adjusts = self._states.parameters["adjusts"][rows.slots]
         if len(rows) == len(logits) and not adjusts.any():
             return logits  # rows.index is 0 .. N - 1
-        index = torch.from_numpy(rows.index).to(logits.device)
+        index = to_device(rows.index, logits.device)
         selected = logits.index_select(0, index)
         if adjusts.any():
             for slot in np.unique(rows.slots[adjusts]).tolist():
@@ -72,7 +73,7 @@ class LogitsProcessor:
         """Changes the rows `members` [m] of `selected` [n, V], all of one slot, in place."""
         states = self._states
         device = selected.device
-        at = torch.from_numpy(members).to(device)
+        at = to_device(members, device)
         values = selected.index_select(0, at)  # [m, V]
         if slot in states.penalties:
             paths = [rows.path(int(rows.index[i])) for i in members]
@@ -85,7 +86,7 @@ class LogitsProcessor:
             number = (
                 rows.positions[members] - parameters["num_prompt_tokens"] + 1
             )  # of the token drawn, from 1
-            banned = torch.from_numpy(number <= parameters["min_tokens"]).to(device)
+            banned = to_device(number <= parameters["min_tokens"], device)
             ends = states.end_ids[slot]
             values[:, ends] = values[:, ends].masked_fill(banned[:, None], -torch.inf)
         selected.index_copy_(0, at, values)

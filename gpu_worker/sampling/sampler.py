@@ -6,7 +6,7 @@ that sample call `propose` on their own logits, so that drafts are drawn under t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,31 +28,19 @@ from gpu_worker.sampling.logits import LogitsProcessor, Rows
 from gpu_worker.sampling.logprobs import raw_logprobs, rows_of
 from gpu_worker.sampling.random import Purpose, coupled_keys, round_keys
 from gpu_worker.sampling.slot_states import Int64Array, SlotStates, to_tensor
-from gpu_worker.sampling.tree_walk import HostTree, longest_paths
+from gpu_worker.sampling.target_draws import GREEDY, Kind, TargetDraws
+from gpu_worker.sampling.tree_walk import HostTree
+from gpu_worker.sampling.verification import (
+    UnreadVerification,
+    Verification,
+    accept_single_drafts,
+    verification_of_drawn,
+    verification_of_paths,
+)
 from shared_mem.enums import AcceptanceRule
 from shared_mem.records import Logprobs, SamplingRecord
 
 Integers = Sequence[int] | Int64Array
-
-_GREEDY = 0  # beside the values of AcceptanceRule
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What a step came to, one entry per request of the tree."""
-
-    num_accepted: list[int]
-    path_nodes: list[list[int]]  # global node indices: the root, then the accepted nodes
-    token_ids: list[list[int]]  # the accepted drafts, then the target's own token
-    logprobs: list[Logprobs | None]  # one row per token of token_ids
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """Slots that go through the same code."""
-
-    rule: int  # _GREEDY or an AcceptanceRule
-    adjusts: bool
 
 
 @dataclass(frozen=True)
@@ -81,6 +69,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._states = SlotStates(num_slots, vocab_size, torch.device(device))
         self._processor = LogitsProcessor(self._states, team)
+        self._draws = TargetDraws(self._states, self._processor)
 
     def admit(
         self,
@@ -111,16 +100,36 @@ class Sampler:
 
     def verify_greedy(self, tree: DraftTree, best: torch.Tensor) -> Verification:
         """`verify` for slots that do not need logits: best [N] int64 is the target's best id at every node."""
-        if not tree.has_drafts:  # nothing to walk: one token follows each root
-            n = tree.num_requests
-            return Verification(
-                [0] * n, [[root] for root in range(n)], [[token] for token in best.tolist()], [None] * n
-            )
-        drawn = best.tolist()
-        paths = longest_paths(tree.host, drawn)
-        tokens = tree.host.tokens
-        emitted = [[*(tokens[node] for node in path[1:]), drawn[path[-1]]] for path in paths]
-        return Verification([len(path) - 1 for path in paths], paths, emitted, [None] * len(paths))
+        return verification_of_drawn(tree, best.tolist())
+
+    def draws_first(self, slots: Integers) -> bool:
+        """Whether acceptance in these slots only compares drafts with the target's own tokens: `verify_unread`."""
+        kinds = self._draws.by_kind(np.array(slots, dtype=np.int64))
+        return all(kind.draws_first for kind, _ in kinds)
+
+    def verify_unread_greedy(self, tree: DraftTree, best: torch.Tensor) -> UnreadVerification:
+        """`verify_greedy` of at most one draft per request without waiting for the device."""
+        return accept_single_drafts(tree, best)
+
+    def verify_unread(
+        self, tree: DraftTree, logits: torch.Tensor, slots: Integers, num_tokens: Integers
+    ) -> UnreadVerification:
+        """`verify` of at most one draft per request, in slots that draw first, without waiting for the device.
+
+        Only what truncated and penalised slots look at is still read. `with_logprobs` adds the log-probabilities.
+        """
+        request_slots, first = np.array(slots, dtype=np.int64), np.array(num_tokens, dtype=np.int64)
+        drawn = self._draws.of_nodes(tree, self._in_vocabulary(logits), request_slots, first)
+        return accept_single_drafts(tree, drawn)
+
+    def with_logprobs(
+        self, verification: Verification, logits: torch.Tensor, slots: Integers
+    ) -> Verification:
+        """Adds the log-probabilities that the slots ask for, of logits [N, V] as in `verify`."""
+        paths, emitted = verification.path_nodes, verification.token_ids
+        request_slots = np.array(slots, dtype=np.int64)
+        logprobs = self._logprobs(self._in_vocabulary(logits), request_slots, paths, emitted)
+        return replace(verification, logprobs=logprobs)
 
     def verify(
         self, tree: DraftTree, logits: torch.Tensor, slots: Integers, num_tokens: Integers
@@ -137,7 +146,7 @@ class Sampler:
         first = np.array(num_tokens, dtype=np.int64)
         last_nodes = np.zeros(len(slots), dtype=np.int64)
         own_tokens = np.zeros(len(slots), dtype=np.int64)
-        for kind, requests in self._by_kind(request_slots):
+        for kind, requests in self._draws.by_kind(request_slots):
             nodes = np.flatnonzero(np.isin(host.owner, requests))
             rows = Rows(
                 index=nodes,
@@ -148,13 +157,15 @@ class Sampler:
             decision = self._decide(kind, host, requests, rows, logits, first, request_slots, tree.q)
             last_nodes[requests] = decision.last_nodes
             own_tokens[requests] = decision.tokens
-        verification = _verification(host, last_nodes, own_tokens, [None] * len(slots))
-        paths, emitted = verification.path_nodes, verification.token_ids
-        return replace(verification, logprobs=self._logprobs(logits, request_slots, paths, emitted))
+        return self.with_logprobs(verification_of_paths(host, last_nodes, own_tokens), logits, slots)
 
     def proposes_best(self, slots: list[int]) -> bool:
         """Whether `propose` would only take the best id of each of these slots' draft logits."""
         return self._states.draws_drafts.isdisjoint(slots)
+
+    def draws_plainly(self, slot: int) -> bool:
+        """Whether drafts of this slot are ranked by log q alone, or by log q + coupled noise: `propose_unread`."""
+        return slot not in self._states.draws_otherwise
 
     def plain_draws(self, slots: list[int]) -> PlainDraws | None:
         """How drafts of these slots are ranked where that is all there is to it; None where any needs more."""
@@ -185,7 +196,7 @@ class Sampler:
         depths = np.array([len(path) for path in drafted], dtype=np.int64)
         tokens = np.zeros(len(slots), dtype=np.int64)
         q: torch.Tensor | None = None
-        for kind, members in self._by_kind(row_slots):
+        for kind, members in self._draws.by_kind(row_slots):
             rows = Rows(members, row_slots[members], at[members], drafted.__getitem__)
             if kind.rule in (AcceptanceRule.COUPLED, AcceptanceRule.REJECTION, AcceptanceRule.BLOCK):
                 law = self._processor.law(self._processor.adjusted(logits, rows), rows.slots)
@@ -200,8 +211,13 @@ class Sampler:
                     q[to_tensor(members, logits.device)] = law.scatter(law.probabilities(), logits.shape[1])
                 tokens[members] = law.draw(keys).cpu().numpy()
             else:
-                tokens[members] = self._best(logits, rows, kind)
+                best = Kind(GREEDY, kind.adjusts)
+                tokens[members] = self._draws.draw(best, logits, rows).cpu().numpy()
         return tokens.tolist(), q
+
+    def propose_unread(self, logits: torch.Tensor, slots: list[int], positions: torch.Tensor) -> torch.Tensor:
+        """`propose` for slots that draw plainly, whose positions [M] int64 the host does not know yet: [M] int64."""
+        return self._draws.of_drafts(self._in_vocabulary(logits), slots, positions)
 
     def propose_children(
         self,
@@ -222,11 +238,11 @@ class Sampler:
         at = np.array(positions, dtype=np.int64)
         ids = torch.zeros(len(slots), count, dtype=torch.int64, device=logits.device)
         values = torch.full((len(slots), count), -torch.inf, device=logits.device)
-        for kind, members in self._by_kind(row_slots):
+        for kind, members in self._draws.by_kind(row_slots):
             rows = Rows(members, row_slots[members], at[members], drafted.__getitem__)
             adjusted = self._processor.adjusted(logits, rows)
             keys = None
-            if kind.rule == _GREEDY:
+            if kind.rule == GREEDY:
                 law = Law(adjusted, None)
             else:
                 law = self._processor.law(adjusted, rows.slots)
@@ -247,7 +263,7 @@ class Sampler:
 
     def _decide(
         self,
-        kind: _Kind,
+        kind: Kind,
         host: HostTree,
         requests: Int64Array,
         rows: Rows,
@@ -258,16 +274,11 @@ class Sampler:
     ) -> Decision:
         """The decision for `requests` [r], all of one kind; `rows` are all their nodes."""
         device = logits.device
-        if kind.rule == _GREEDY:
+        if kind.draws_first:
             drawn = np.zeros(len(host.tokens), dtype=np.int64)
-            drawn[rows.index] = self._best(logits, rows, kind)
+            drawn[rows.index] = self._draws.draw(kind, logits, rows).cpu().numpy()
             return follow_drawn(host, requests, drawn)
         law = self._processor.law(self._processor.adjusted(logits, rows), rows.slots)
-        if kind.rule == AcceptanceRule.COUPLED:
-            keys = coupled_keys(self._seeds(rows.slots, device), to_tensor(rows.positions, device))
-            drawn = np.zeros(len(host.tokens), dtype=np.int64)
-            drawn[rows.index] = law.draw(keys).cpu().numpy()
-            return follow_drawn(host, requests, drawn)
         law_rows = np.zeros(len(host.tokens), dtype=np.int64)
         law_rows[rows.index] = np.arange(len(rows))
         if kind.rule in (AcceptanceRule.REJECTION, AcceptanceRule.BLOCK):
@@ -332,22 +343,6 @@ class Sampler:
 
         return accepts
 
-    def _best(self, logits: torch.Tensor, rows: Rows, kind: _Kind) -> Int64Array:
-        """[n] the most probable token of each row."""
-        if kind.adjusts:
-            return self._processor.adjusted(logits, rows).argmax(dim=-1).cpu().numpy()
-        # One pass over all rows costs less than copying some of them.
-        return logits.argmax(dim=-1).cpu().numpy()[rows.index]
-
-    def _by_kind(self, slots: Int64Array) -> Iterator[tuple[_Kind, Int64Array]]:
-        """Splits positions 0 .. len(slots) - 1 by what their slots need; truncated rows apart from others."""
-        parameters = self._states.parameters[slots]
-        rule = np.where(parameters["greedy"], _GREEDY, parameters["rule"])
-        truncates = parameters["truncates"] & ~parameters["greedy"]
-        code = rule * 4 + truncates * 2 + parameters["adjusts"]
-        for value in np.unique(code).tolist():
-            yield _Kind(value // 4, bool(value % 2)), np.flatnonzero(code == value)
-
     def _logprobs(
         self, logits: torch.Tensor, slots: Int64Array, paths: list[list[int]], emitted: list[list[int]]
     ) -> list[Logprobs | None]:
@@ -372,16 +367,3 @@ class Sampler:
     def _in_vocabulary(self, values: torch.Tensor) -> torch.Tensor:
         assert values.shape[1] >= self._vocab_size, "logits are at least as wide as the vocabulary"
         return values[:, : self._vocab_size]
-
-
-def _verification(
-    host: HostTree, last_nodes: Int64Array, own_tokens: Int64Array, logprobs: list[Logprobs | None]
-) -> Verification:
-    """The paths to last_nodes [R] and the target's own_tokens [R] behind them."""
-    paths = host.paths(last_nodes)
-    tokens = host.tokens.tolist()
-    emitted = [
-        [*(tokens[node] for node in path[1:]), own]
-        for path, own in zip(paths, own_tokens.tolist(), strict=True)
-    ]
-    return Verification([len(path) - 1 for path in paths], paths, emitted, logprobs)

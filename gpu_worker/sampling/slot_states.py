@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu_worker.transfers import to_device
 from shared_mem.enums import AcceptanceRule
 from shared_mem.records import SamplingRecord
 
@@ -40,7 +41,7 @@ _BY_BOUND = (AcceptanceRule.TYPICAL, AcceptanceRule.THRESHOLD)
 
 def to_tensor(column: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
     """A device copy of an array, which may be one field of a structured array."""
-    return torch.from_numpy(column.copy()).to(device)
+    return to_device(column.copy(), device)
 
 
 @dataclass(frozen=True)

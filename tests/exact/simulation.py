@@ -14,7 +14,8 @@ import torch
 from scipy import stats
 
 from gpu_worker.draft_tree import DraftTree, chain_tree
-from gpu_worker.sampling.sampler import Sampler, Verification
+from gpu_worker.sampling.sampler import Sampler
+from gpu_worker.sampling.verification import Verification
 from shared_mem.enums import AcceptanceRule
 from shared_mem.records import SamplingRecord
 

@@ -6,18 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from gpu_worker.drafting.hidden_state import HiddenStateDrafter
 from gpu_worker.drafting.tree_growth import CHAINS, TreeShape
 from gpu_worker.models.base import CausalLM
 from scheduler_svc.messages import Sampling
-from scheduler_svc.scheduler.speculation_policy import SpeculationDecision, SpeculationFacts
 from shared_mem.enums import SpeculationMethod
+from tests.exact.draft_state import SwitchingPolicy, assert_draft_state_is_fresh, drafter_of
 from tests.exact.drafted_engines import METHOD_OF_HEAD
 from tests.harness.engine import InProcessEngine
 from tests.harness.tiny_heads import KINDS, tiny_head, tiny_medusa
-from tests.harness.whole_sequence import head_whole
 
 SEEDED = Sampling(0.7, 0, 1.0, 0.0, 0.0, 0.0, 1.0, 5)
 TREE = TreeShape(max_depth=3, max_children=4)
@@ -30,32 +27,6 @@ def make_engine(
     head = tiny_head(kind, tiny, directory)
     settings = {"num_draft_tokens": 4 if tree.is_chain else 9} | settings
     return InProcessEngine(tiny, heads={METHOD_OF_HEAD[kind]: head}, tree=tree, **settings)  # type: ignore[arg-type]
-
-
-def drafter_of(engine: InProcessEngine, kind: str) -> HiddenStateDrafter:
-    """The engine's only head drafter."""
-    drafter = engine.drafters[METHOD_OF_HEAD[kind]]
-    assert isinstance(drafter, HiddenStateDrafter)
-    return drafter
-
-
-def assert_draft_state_is_fresh(engine: InProcessEngine, kind: str, target: CausalLM, slot: int) -> None:
-    """KV and carried outputs equal those of a cold pass over the same tokens with the target's own hidden states."""
-    drafter = drafter_of(engine, kind)
-    head, pool = drafter._head, engine.head_pools[METHOD_OF_HEAD[kind]]
-    computed = int(drafter._computed[slot])
-    tokens = engine.table.known(slot)[:computed].tolist()
-    rows, fresh = head_whole(head, target, tokens)
-    first = 0 if head.config.attends_first_slot else 1
-    slots = torch.from_numpy(engine.table.kv_slots(slot, np.arange(first, computed)))
-    for layer in range(head.config.num_layers):
-        for ours, theirs in ((pool.keys, fresh.keys), (pool.values, fresh.values)):  # type: ignore[attr-defined]
-            torch.testing.assert_close(
-                ours[layer][slots], theirs[layer][first:computed], atol=1e-4, rtol=1e-4
-            )
-    if drafter._ready[slot]:
-        torch.testing.assert_close(drafter._normed[slot], rows.normed[-1], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(drafter._recycled[slot], rows.recycled[-1], atol=1e-4, rtol=1e-4)
 
 
 def test_medusa_hits_pages_of_anybody(tiny: CausalLM, prompts: list[list[int]]) -> None:
@@ -118,6 +89,20 @@ def test_a_prefix_hit_resumes_the_draft_exactly(
     assert warm_output.steps == cold_output.steps
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_of_one_token_behind_a_prefix_hit(kind: str, tiny: CausalLM, tiny_model_dir: Path) -> None:
+    """Its row looks like that of a decoding sequence, yet its first pair needs the hidden state of the page's end."""
+    shared = np.random.default_rng(5).integers(3, 290, 8).tolist()
+    engine = make_engine(kind, tiny, tiny_model_dir)
+    engine.generate([shared], max_tokens=8)
+    request = engine.submit([*shared, 17], max_tokens=24)
+    engine.step()
+    slot = int(np.flatnonzero(engine.table.epochs >= 0)[0])
+    assert int(drafter_of(engine, kind)._computed[slot]) == len(shared) + 2
+    assert_draft_state_is_fresh(engine, kind, tiny, slot)
+    assert engine.run()[request, 0].num_cached_tokens == 8
+
+
 @pytest.mark.parametrize("kind", ["eagle-full", "eagle3", "mtp"])
 def test_pages_without_the_heads_kv_are_computed_again(
     kind: str, tiny: CausalLM, tiny_model_dir: Path, prompts: list[list[int]]
@@ -148,29 +133,6 @@ def test_the_context_limit_holds(kind: str, tree: TreeShape, tiny: CausalLM, tin
     engine = make_engine(kind, tiny, tiny_model_dir, tree, max_context_tokens=64, steps_in_flight=2)
     assert engine.generate(prompts, max_tokens=100) == plain
     assert all(len(prompt) + len(ids) == 64 for prompt, ids in zip(prompts, plain, strict=True))
-
-
-class SwitchingPolicy:
-    """Every row drafts by another method: any of those loaded, or none, as a fixed random sequence says."""
-
-    def __init__(self, methods: list[SpeculationMethod], seed: int) -> None:
-        self._methods = methods
-        self._random = np.random.default_rng(seed)
-
-    def followers(self, method: SpeculationMethod) -> frozenset[SpeculationMethod]:
-        """All of them follow every sequence."""
-        return frozenset(self._methods)
-
-    def decide(self, facts: SpeculationFacts) -> SpeculationDecision:
-        """A random method with a random number of drafts, within what fits."""
-        choice = int(self._random.integers(0, len(self._methods) + 1))
-        if choice == len(self._methods):
-            return SpeculationDecision(SpeculationMethod.DISABLED, 0)
-        if not facts.decoding:
-            return SpeculationDecision(self._methods[choice], 0)
-        covered = facts.num_coverable_tokens - facts.num_tokens - facts.num_unsure_tokens - 1
-        most = min(facts.num_remaining_tokens - 1, facts.num_budget_rows, covered)
-        return SpeculationDecision(self._methods[choice], max(0, min(most, int(self._random.integers(0, 7)))))
 
 
 @pytest.mark.parametrize("num_requests", [60, pytest.param(500, marks=pytest.mark.slow)])

@@ -30,7 +30,8 @@ FEATURES: dict[str, dict[str, object]] = {
 }
 
 
-def _assert_equal(drafted: Output, plain: Output) -> None:
+def assert_equal(drafted: Output, plain: Output) -> None:
+    """Ids, log-probabilities and the end."""
     assert drafted.token_ids == plain.token_ids
     assert drafted.finished is not None
     assert plain.finished is not None
@@ -67,7 +68,7 @@ def test_every_feature_equals_speculation_off(
             ids.append((feature, drafted.submit(prompt, **settings), plain.submit(prompt, **settings)))  # type: ignore[arg-type]
     drafted_outputs, plain_outputs = drafted.run(), plain.run()
     for _, drafted_id, plain_id in ids:
-        _assert_equal(drafted_outputs[drafted_id, 0], plain_outputs[plain_id, 0])
+        assert_equal(drafted_outputs[drafted_id, 0], plain_outputs[plain_id, 0])
     proposed = sum(output.num_draft_tokens for output in drafted_outputs.values())
     accepted = sum(output.num_accepted_tokens for output in drafted_outputs.values())
     assert proposed > 0

@@ -91,6 +91,7 @@ class InProcessEngine:
         drafts_beside_prefill: bool = True,
         steps_in_flight: int = 1,
         policy: SpeculationPolicy | None = None,
+        head_drafter: type[HiddenStateDrafter] = HiddenStateDrafter,
     ) -> None:
         device = torch.device("cpu")
         max_context = max_context_tokens or target.config.max_position_embeddings
@@ -119,7 +120,7 @@ class InProcessEngine:
         self.head_pools: dict[SpeculationMethod, PagedPool] = {}
         for method, head in (heads or {}).items():
             pool = self.head_pools[method] = new_head_pool(head, num_pages, page_size)
-            self.drafters[method] = HiddenStateDrafter(
+            self.drafters[method] = head_drafter(
                 method,
                 head,
                 pool,

@@ -14,6 +14,7 @@ from gpu_worker.models.heads.config import HeadConfig, HeadKind, decoder_head_co
 from gpu_worker.models.heads.medusa import MedusaHeads, build_medusa
 from gpu_worker.models.heads.tensors import DRAFT_IDS, tensor_shapes
 from gpu_worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
+from tests.models import EMBEDDING_STD
 
 # name -> configuration for a target; every convention appears in one of them
 KINDS = ("eagle", "eagle-full", "eagle3", "eagle3-normed", "mtp", "mtp-published")
@@ -73,7 +74,7 @@ def random_tensors(config: HeadConfig, seed: int = 0) -> dict[str, torch.Tensor]
 
 
 def tensors_like_target(config: HeadConfig, directory: Path, share: float = 0.002) -> dict[str, torch.Tensor]:
-    """An EAGLE head ("eagle-full") that is nearly the target's first layer over the tokens: it drafts with success.
+    """A head ("eagle-full", "mtp") that is nearly the target's first layer over the tokens: it drafts with success.
 
     `share` of the target's hidden state is mixed in, so that drafts still depend on it.
     """
@@ -83,6 +84,10 @@ def tensors_like_target(config: HeadConfig, directory: Path, share: float = 0.00
     for name, shape in tensor_shapes(config).items():
         if name == "combine.weight":
             tensors[name] = torch.cat([eye, share * eye], dim=1)
+        elif name == "embedding_norm.weight":  # embeddings keep about the size they have
+            tensors[name] = torch.full(shape, EMBEDDING_STD)
+        elif name == "feature_norm.weight":
+            tensors[name] = torch.ones(shape)
         else:
             tensors[name] = checkpoint.read(f"model.{name}", shape).float()
     return tensors
@@ -94,3 +99,9 @@ def tiny_head(kind: str, target: CausalLM, directory: Path | None = None, seed: 
     if kind == "eagle-full" and directory is not None:
         return build_head(config, tensors_like_target(config, directory), target)
     return build_head(config, random_tensors(config, seed), target)
+
+
+def skilled_mtp_head(target: CausalLM, directory: Path) -> DraftHead:
+    """An MTP head that drafts with success for the target in `directory`."""
+    config = head_config("mtp", target)
+    return build_head(config, tensors_like_target(config, directory), target)

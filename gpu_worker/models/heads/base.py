@@ -33,6 +33,7 @@ class DraftHead(Protocol):
     config: HeadConfig
     output: OutputHead  # draft_vocab_size columns
     token_ids: torch.Tensor | None  # [draft_vocab_size] int64 target id of each column; None: its own number
+    dtype: torch.dtype  # of what it reads and gives
     device: torch.device
 
     def new_pool(self, num_pages: int, page_size: int) -> PagedPool:

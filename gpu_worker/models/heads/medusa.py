@@ -29,6 +29,7 @@ class MedusaHeads(Protocol):
     config: HeadConfig
     outputs: list[OutputHead]  # of each head; one and the same where they share the target's
     token_ids: torch.Tensor | None  # [draft_vocab_size] int64 target id of each column; None: its own number
+    dtype: torch.dtype  # of what they read and give
     device: torch.device
 
     def forward(self, normed: torch.Tensor) -> torch.Tensor:
@@ -44,7 +45,7 @@ class TorchMedusaHeads:
     ) -> None:
         """tensors: those of tensor_shapes(config), on the CPU."""
         self.config = config
-        self.device = target.device
+        self.dtype, self.device = target.dtype, target.device
 
         def linear(name: str) -> AnyLinear:
             bias = tensors.get(f"{name}.bias")
@@ -76,6 +77,7 @@ class TorchMedusaHeads:
 class NativeMedusaHeads:
     """Implements MedusaHeads on the CPU kernels: every head's blocks of one depth in one call."""
 
+    dtype = torch.float32
     device = torch.device("cpu")
 
     def __init__(

@@ -26,6 +26,7 @@ _INTERLEAVED_BLOCK = 16
 class NativeDraftHead:
     """Implements DraftHead beside a target on the kernels; embedding and, unless it has its own, lm_head are its."""
 
+    dtype = torch.float32
     device = torch.device("cpu")
 
     def __init__(
