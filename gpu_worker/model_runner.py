@@ -236,6 +236,7 @@ class ModelRunner:
             token_ids = [] if r is None else emitted[r]
             num_accepted = 0 if r is None else accepted[r]
             num_drafts = 0 if r is None else indptr[r + 1] - indptr[r] - 1
+            draft_depth = 0 if r is None or not num_drafts else max(depths[indptr[r] : indptr[r + 1]])
             done = self._progress(step, target, verification, i, r) if self._followers[row.slot] else None
             progress.append(done)
             results.append(
@@ -245,7 +246,7 @@ class ModelRunner:
                     token_ids=np.array(token_ids, dtype=np.int32),
                     method=row.method if num_drafts else SpeculationMethod.DISABLED,
                     num_draft_tokens=num_drafts,
-                    draft_depth=max(depths[indptr[r] : indptr[r + 1]]) if num_drafts else 0,
+                    draft_depth=draft_depth,
                     num_accepted_tokens=num_accepted,
                     num_draft_computed=self._num_draft_computed(row.slot, done),
                     logprobs=None if r is None else logprobs[r],

@@ -24,7 +24,7 @@ class HostCopy:
         self._values = values.to("cpu", non_blocking=True)  # pinned memory, if it comes from a device
         self._arrival: torch.cuda.Event | None = None
         if values.is_cuda:
-            self._arrival = torch.cuda.Event()
+            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrival.record(torch.cuda.current_stream(values.device))
 
     def read(self) -> list[int]:

@@ -87,9 +87,18 @@ class Drafter(Protocol):
     method drafted.
     """
 
-    method: SpeculationMethod
-    keeps_state: bool  # of sequences, that is: has to follow them; False for what reads the tokens alone
-    hidden_layers: tuple[int, ...] | None  # target layers it reads; (): the last hidden state; None: nothing
+    @property
+    def method(self) -> SpeculationMethod: ...
+
+    @property
+    def keeps_state(self) -> bool:
+        """Of sequences, that is: has to follow them; False for what reads the tokens alone."""
+        ...
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...] | None:
+        """Target layers that it reads; (): the last hidden state; None: nothing."""
+        ...
 
     def admit(self, admission: Admission) -> None:
         """A sequence takes a slot; its first num_draft_cached_tokens already have valid draft KV."""

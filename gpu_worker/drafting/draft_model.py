@@ -22,7 +22,7 @@ from gpu_worker.drafting.choice import ChoiceOfDrafts
 from gpu_worker.drafting.one_call import Grow, drafts_in_one_call
 from gpu_worker.drafting.tree_growth import CHAINS, TreeShape, grow_trees
 from gpu_worker.kv_pool import PagedPool
-from gpu_worker.models.base import CausalLM
+from gpu_worker.models.base import CausalLM, OutputHead
 from gpu_worker.models.heads.base import HeadRows
 from gpu_worker.models.native import NativeCausalLM
 from gpu_worker.request_state import RequestTable
@@ -64,11 +64,14 @@ class DraftModelDrafter:
         self._table = table
         self._max_rows = max_rows
         self._shape = shape
-        output = model.output_head(draft_ids)
-        self._choice = ChoiceOfDrafts(output, draft_ids, vocab_size or model.config.vocab_size, sampler)
+        output: OutputHead
         self._grow: Grow | None = None  # drafts it all in one call
         if isinstance(model, NativeCausalLM) and shape.fixed is None:
-            self._grow = partial(model.tree, output=output, token_ids=draft_ids)
+            output = native = model.output_head(draft_ids)
+            self._grow = partial(model.tree, output=native, token_ids=draft_ids)
+        else:
+            output = model.output_head(draft_ids)
+        self._choice = ChoiceOfDrafts(output, draft_ids, vocab_size or model.config.vocab_size, sampler)
         self.max_context_tokens = model.config.max_position_embeddings
         num_slots = table.num_slots
         self._computed = np.zeros(num_slots, dtype=np.int64)  # leading tokens with valid draft KV

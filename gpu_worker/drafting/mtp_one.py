@@ -114,7 +114,7 @@ class OneTokenDrafter(HiddenStateDrafter):
         """Whether every pair has a slot and a position, be the draft accepted or not."""
         config, table = self._head.config, self._table
         limit = min(table.capacity(row.slot), config.max_position_embeddings, table.tokens.shape[1])
-        return row.first + 1 + row.num_rows <= limit
+        return row.first + 1 + row.num_rows <= int(limit)
 
     def _room(self, request: DraftRequest) -> int:
         return min(1, super()._room(request))

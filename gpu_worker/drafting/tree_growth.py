@@ -171,7 +171,7 @@ def grow_trees(
     live = [r for r, tree in enumerate(growing) if tree.budget > 0]
     if live:
         index = torch.tensor(live, device=state.normed.device)
-        roots = [[] for _ in live]
+        roots: list[list[int]] = [[] for _ in live]
         _add_level(growing, live, [[-1]] * len(live), state.normed[index], roots, shape, choice)
     for level in range(1, shape.max_depth):
         live = [r for r in live if growing[r].beam and level < shape.levels(growing[r].budget)]

@@ -97,7 +97,7 @@ def grow(
         start.page_size,
         None if start.hidden is None else pointer("hidden", start.hidden, torch.float32, (num_sequences, h)),
         pointer("normed", start.normed, torch.float32, (num_sequences, h)),
-        *map(address_of, arrays),
+        *(address_of(array) for array in arrays),
         None if start.temperatures is None else address_of(start.temperatures),
         None if start.seeds is None else address_of(start.seeds),
         start.max_depth,
@@ -110,7 +110,7 @@ def grow(
     parents = np.empty((num_sequences, most), dtype=np.int32)
     values = np.empty((num_sequences, most), dtype=np.float64)
     counts = np.empty(num_sequences, dtype=np.int32)
-    out = TreeOutStruct(*map(address_of, (tokens, parents, values, counts)))
+    out = TreeOutStruct(*(address_of(array) for array in (tokens, parents, values, counts)))
     kernels.call(
         "dl_model_tree",
         handle.address,

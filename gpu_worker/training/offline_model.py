@@ -21,7 +21,7 @@ class DraftModelAsHead:
         """vocab_size: the target's."""
         model = draft.model
         self._model = model
-        self.device = model.device
+        self.dtype, self.device = model.dtype, model.device
         self.token_ids = draft.draft_ids
         self.output = model.output_head(draft.draft_ids)
         self.config = HeadConfig(

@@ -31,10 +31,14 @@ class DraftHead(Protocol):
     """A decoder head with its weights; stateless. Its KV lies in the pages of the target's, in a pool of its own."""
 
     config: HeadConfig
-    output: OutputHead  # draft_vocab_size columns
     token_ids: torch.Tensor | None  # [draft_vocab_size] int64 target id of each column; None: its own number
     dtype: torch.dtype  # of what it reads and gives
     device: torch.device
+
+    @property
+    def output(self) -> OutputHead:
+        """draft_vocab_size columns."""
+        ...
 
     def new_pool(self, num_pages: int, page_size: int) -> PagedPool:
         """KV memory in the form that `forward` takes. Raises DeviceError."""
