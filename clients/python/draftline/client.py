@@ -125,7 +125,8 @@ class Client:
     ) -> str:
         """The text of the ids, special tokens left out unless asked for."""
         request = detokenize_request(token_ids, special_tokens, model)
-        return self._call(self._generation.Detokenize, request, timeout).text
+        response = self._call(self._generation.Detokenize, request, timeout)
+        return str(response.text)
 
     def abort(self, *request_ids: str, timeout: float | None = None) -> list[str]:
         """Ends requests by id; returns those that were live. Their streams finish with reason "aborted"."""
@@ -165,13 +166,14 @@ class Client:
     def flush_cache(self, *, timeout: float | None = None) -> int:
         """Drops cached pages that no live request holds; returns how many. As set_speculation: admin address."""
         request = admin_pb2.FlushCacheRequest()
-        return self._call(self._admin.FlushCache, request, timeout).num_freed_pages
+        response = self._call(self._admin.FlushCache, request, timeout)
+        return int(response.num_freed_pages)
 
     def health(self, service: str = "", *, timeout: float | None = None) -> str:
         """State by the standard health protocol, e.g. "SERVING"; "" asks for the whole service."""
         request = health_pb2.HealthCheckRequest(service=service)
         response = self._call(self._health.Check, request, timeout)
-        return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
     def close(self) -> None:
         """Closes the connection; running calls are cancelled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from google.rpc import error_details_pb2
@@ -143,7 +144,9 @@ def invalid_field(field: str, description: str) -> InvalidArgumentError:
 def from_rpc_error(error: grpc.RpcError) -> DraftlineError:
     """The exception for a failed call of grpc or grpc.aio, with all its status details and trailers tell."""
     code = error.code().name
-    reason, violations, retry_after, may_retry = "", (), None, True
+    reason, may_retry = "", True
+    violations: tuple[FieldViolation, ...] = ()
+    retry_after: float | None = None
     for any_message in _details(error):
         if any_message.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
             info = error_details_pb2.ErrorInfo()
@@ -172,7 +175,7 @@ def from_rpc_error(error: grpc.RpcError) -> DraftlineError:
     )
 
 
-def _details(error: grpc.RpcError) -> list:
+def _details(error: grpc.RpcError) -> list[Any]:
     try:
         status = rpc_status.from_call(error)
     except ValueError:  # the details contradict the status: the status is what gRPC itself vouches for

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from google.protobuf import timestamp_pb2
+
 from draftline.admin import SpeculationSettings, settings_from
 from draftline.labels import METHODS, SERVING_STATES, label_of
 from draftline.results import SpeculationStats, seconds, stats_from
@@ -146,5 +148,6 @@ def load_from(response: info_pb2.GetLoadResponse) -> Load:
     )
 
 
-def _datetime(timestamp) -> datetime:
-    return timestamp.ToDatetime(tzinfo=UTC)
+def _datetime(timestamp: timestamp_pb2.Timestamp) -> datetime:
+    result: datetime = timestamp.ToDatetime(tzinfo=UTC)
+    return result

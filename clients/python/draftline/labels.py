@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from draftline.errors import invalid_field
 from draftline.v1 import common_pb2, generation_pb2, info_pb2
 
 
-def _labels(enum, prefix: str, renamed: dict[str, str]) -> dict[str, int]:
-    """label -> number of every value but UNSPECIFIED, read from the stubs: a new value needs no edit here."""
+def _labels(enum: Any, prefix: str, renamed: dict[str, str]) -> dict[str, int]:
+    """label -> number of every value but UNSPECIFIED, read from the stubs: a new value needs no edit here.
+
+    enum: protobuf's wrapper of an enum.
+    """
     labels = {}
     for name, number in enum.items():
         if number:
@@ -22,8 +27,11 @@ FINISH_REASONS = _labels(generation_pb2.FinishReason, "FINISH_REASON_", {})
 SERVING_STATES = _labels(info_pb2.ServingState, "SERVING_STATE_", {})
 
 
-def number_of(labels: dict[str, int], label: str, field: str) -> int:
-    """The enum number of a label. Raises InvalidArgumentError naming `field` and the choices."""
+def number_of(labels: dict[str, int], label: str, field: str) -> Any:
+    """The enum number of a label, an int that fits whichever enum the labels are of.
+
+    Raises InvalidArgumentError naming `field` and the choices.
+    """
     if label not in labels:
         raise invalid_field(field, f"{label!r} is not one of {', '.join(labels)}")
     return labels[label]

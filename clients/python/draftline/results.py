@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from google.protobuf import duration_pb2
@@ -254,7 +255,7 @@ def stats_from(stats: common_pb2.SpeculationStats) -> SpeculationStats:
 
 def seconds(duration: duration_pb2.Duration) -> float:
     """A protobuf duration in seconds."""
-    return duration.seconds + duration.nanos / 1e9
+    return float(duration.seconds + duration.nanos / 1e9)
 
 
 def _finished(head: tuple[str, int], end: generation_pb2.GenerationFinished) -> Finished:
@@ -276,7 +277,7 @@ def _finished(head: tuple[str, int], end: generation_pb2.GenerationFinished) -> 
     )
 
 
-def _logprobs(entries) -> tuple[TokenLogprob, ...]:
+def _logprobs(entries: Iterable[generation_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
     return tuple(
         TokenLogprob(
             entry.token_id,

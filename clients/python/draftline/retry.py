@@ -23,7 +23,7 @@ class RetryPolicy:
 
     def backoff(self, attempt: int) -> float:
         """Seconds to wait after failed attempt `attempt` (from 1) if the service asks for nothing else."""
-        return min(self.initial_backoff * 2 ** (attempt - 1), self.max_backoff) * random.uniform(0.8, 1.2)
+        return min(self.initial_backoff * 2.0 ** (attempt - 1), self.max_backoff) * random.uniform(0.8, 1.2)
 
 
 NO_RETRY = RetryPolicy(max_attempts=1)

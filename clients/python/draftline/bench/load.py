@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 from draftline.aio import AsyncClient
 from draftline.bench.measure import RequestRecord
@@ -50,7 +51,7 @@ async def at_arrivals(
     return records, time.perf_counter() - start
 
 
-async def _all(coroutines) -> None:
+async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
     async with asyncio.TaskGroup() as group:
         for coroutine in coroutines:
             group.create_task(coroutine)

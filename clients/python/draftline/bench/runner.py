@@ -101,10 +101,10 @@ async def _items(
     client: AsyncClient, settings: BenchSettings, model: ModelInfo
 ) -> tuple[list[WorkItem], int]:
     if settings.trace is not None:
-        rows = read_trace(settings.trace, settings.limit)
+        requests = read_trace(settings.trace, settings.limit)
         pool = [token for row in read_prompts(settings.prompts) for token in await client.tokenize(row.text)]
         return trace_items(
-            rows,
+            requests,
             pool,
             speed=settings.trace_speed,
             max_prompt_tokens=model.max_prompt_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -13,5 +14,8 @@ def main() -> None:
     from draftline.cli.app import build_app
 
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal of another encoding must not end a stream half-way
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="replace"
+            )  # a terminal of another encoding must not end a stream half-way
     build_app()()

@@ -66,7 +66,7 @@ def stats_object(stats: SpeculationStats) -> dict[str, Any]:
 
 def _sample_object(sample: Sample) -> dict[str, Any]:
     timing = sample.timing
-    result = {
+    result: dict[str, Any] = {
         "text": sample.text,
         "token_ids": list(sample.token_ids),
         "finish_reason": sample.finish_reason,
