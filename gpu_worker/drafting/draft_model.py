@@ -16,11 +16,12 @@ import torch
 
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.batching import SequenceRows, build_forward_batch
-from gpu_worker.draft_tree import DraftTree, chain_tree
+from gpu_worker.draft_tree import DraftTree
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
+from gpu_worker.drafting.growth import grow_drafts
 from gpu_worker.drafting.one_call import Grow, drafts_in_one_call
-from gpu_worker.drafting.tree_growth import CHAINS, TreeShape, grow_trees
+from gpu_worker.drafting.tree_growth import CHAINS, TreeShape
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.base import CausalLM, OutputHead
 from gpu_worker.models.heads.base import HeadRows
@@ -119,15 +120,8 @@ class DraftModelDrafter:
                 self._table, self._grow, self._pool, slots, wanted, self._shape, draws, hidden, None
             )
             return self._remember_fed(slots, tree)
-        if self._shape.is_chain and (draws is None or not self._shape.prunes):
-            return self._chains(slots, wanted, hidden)
-
-        def expand(rows: list[SequenceRows], _: torch.Tensor) -> HeadRows:
-            computed = self._forward(rows)
-            return HeadRows(computed, computed)
-
         state = HeadRows(hidden, hidden)
-        tree = grow_trees(self._table, slots, wanted, self._shape, state, expand, self._choice)
+        tree = grow_drafts(self._table, slots, wanted, self._shape, state, self._expand, self._choice)
         return self._remember_fed(slots, tree)
 
     def _remember_fed(self, slots: list[int], tree: DraftTree) -> DraftTree:
@@ -147,28 +141,6 @@ class DraftModelDrafter:
         if self._shape.is_chain:
             room += 1  # a chain's last token is not run
         return max(0, min(request.num_draft_tokens, room))
-
-    def _chains(self, slots: list[int], wanted: list[int], hidden: torch.Tensor) -> DraftTree:
-        table = self._table
-        drafts: list[list[int]] = [[] for _ in slots]
-        laws: list[list[torch.Tensor]] = [[] for _ in slots]
-        active = [i for i, count in enumerate(wanted) if count > 0]
-        normed = hidden[torch.tensor(active, dtype=torch.int64, device=hidden.device)]
-        for k in range(max(wanted, default=0)):
-            if k:
-                active = [i for i in active if wanted[i] > k]
-                normed = self._step([slots[i] for i in active], [drafts[i][-1] for i in active], k - 1)
-            names = [slots[i] for i in active]
-            positions = [int(table.num_tokens[slot]) + k for slot in names]
-            tokens, q = self._choice.best(normed, names, positions, [drafts[i] for i in active])
-            for j, i in enumerate(active):
-                drafts[i].append(tokens[j])
-                if q is not None:
-                    laws[i].append(q[j])
-        for i, slot in enumerate(slots):
-            self._fed[slot] = drafts[i][:-1]
-        roots = [int(table.known(slot)[-1]) for slot in slots]
-        return chain_tree(roots, drafts, table.device).with_laws(laws)
 
     def _settle(self, progress: TargetProgress) -> None:
         """Keeps the KV of the fed drafts that came; what came may be another method's, drafted in the same step.
@@ -217,16 +189,8 @@ class DraftModelDrafter:
         if slots:
             put_rows(self._hidden, slots, take_rows(hidden, ends))
 
-    def _step(self, slots: list[int], tokens: list[int], offset: int) -> torch.Tensor:
-        """One draft row per slot: the token `offset` places behind the known ones. Returns hidden [M, h]."""
-        lengths = [int(self._table.num_tokens[slot]) for slot in slots]
-        return self._forward(
-            [
-                SequenceRows(slot, n + offset, 0, (token,), (n + offset,))
-                for slot, n, token in zip(slots, lengths, tokens, strict=True)
-            ]
-        )
-
-    def _forward(self, rows: list[SequenceRows]) -> torch.Tensor:
+    def _expand(self, rows: list[SequenceRows], _: torch.Tensor) -> HeadRows:
+        """Runs the model over drafts; it recycles nothing."""
         batch = build_forward_batch(self._table, rows)
-        return self._model.forward(batch, self._pool, self._attention)
+        hidden = self._model.forward(batch, self._pool, self._attention)
+        return HeadRows(hidden, hidden)

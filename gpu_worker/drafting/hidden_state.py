@@ -17,11 +17,12 @@ import torch
 
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.batching import SequenceRows, build_forward_batch, hide_first_token
-from gpu_worker.draft_tree import DraftTree, chain_tree
+from gpu_worker.draft_tree import DraftTree
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
+from gpu_worker.drafting.growth import grow_drafts
 from gpu_worker.drafting.one_call import drafts_in_one_call
-from gpu_worker.drafting.tree_growth import CHAINS, TreeShape, grow_trees
+from gpu_worker.drafting.tree_growth import CHAINS, TreeShape
 from gpu_worker.forward_batch import ForwardBatch
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.heads.base import DraftHead, DraftsInOneCall, HeadRows
@@ -112,9 +113,7 @@ class HiddenStateDrafter:
             return drafts_in_one_call(
                 self._table, self._grow, self._pool, slots, wanted, self._shape, draws, *outputs
             )
-        if self._shape.is_chain and (draws is None or not self._shape.prunes):
-            return self._chains(slots, wanted, state)
-        return self._trees(slots, wanted, state)
+        return grow_drafts(self._table, slots, wanted, self._shape, state, self._expand, self._choice)
 
     def _room(self, request: DraftRequest) -> int:
         """Draft tokens that this request can get."""
@@ -127,48 +126,13 @@ class HiddenStateDrafter:
             room += 1  # a chain's last token is not run
         return max(0, min(request.num_draft_tokens, room))
 
-    def _chains(self, slots: list[int], wanted: list[int], state: HeadRows) -> DraftTree:
-        table, device = self._table, self._head.device
-        drafts: list[list[int]] = [[] for _ in slots]
-        laws: list[list[torch.Tensor]] = [[] for _ in slots]
-        active = list(range(len(slots)))  # the requests that `state` has rows of
-        for step in range(max(wanted, default=0)):
-            still = [j for j, i in enumerate(active) if wanted[i] > step]
-            if len(still) < len(active):
-                state = state.select(torch.tensor(still, device=device))
-                active = [active[j] for j in still]
-            names = [slots[i] for i in active]
-            if step:
-                state = self._step(names, [drafts[i][-1] for i in active], step - 1, state)
-            positions = [int(table.num_tokens[slot]) + step for slot in names]
-            tokens, q = self._choice.best(state.normed, names, positions, [drafts[i] for i in active])
-            for j, i in enumerate(active):
-                drafts[i].append(tokens[j])
-                if q is not None:
-                    laws[i].append(q[j])
-        roots = [int(table.known(slot)[-1]) for slot in slots]
-        return chain_tree(roots, drafts, table.device).with_laws(laws)
-
-    def _step(self, slots: list[int], tokens: list[int], offset: int, state: HeadRows) -> HeadRows:
-        """One draft step: the token `offset` places behind the known ones, paired with the head's own state."""
-        lengths = [int(self._table.num_tokens[slot]) for slot in slots]
-        rows = [
-            SequenceRows(slot, n + offset, 0, (token,), (n + offset,))
-            for slot, n, token in zip(slots, lengths, tokens, strict=True)
-        ]
-        return self._head.forward(
-            self._batch(rows), state.recycled, self._pool, self._attention, recycled=True
-        )
+    def _expand(self, rows: list[SequenceRows], recycled: torch.Tensor) -> HeadRows:
+        """Runs the head over drafts, each paired with the head's own state."""
+        return self._head.forward(self._batch(rows), recycled, self._pool, self._attention, recycled=True)
 
     def _batch(self, rows: list[SequenceRows]) -> ForwardBatch:
         batch = build_forward_batch(self._table, rows)
         return batch if self._first == 0 else hide_first_token(batch, self._table, rows)
-
-    def _trees(self, slots: list[int], wanted: list[int], state: HeadRows) -> DraftTree:
-        def expand(rows: list[SequenceRows], recycled: torch.Tensor) -> HeadRows:
-            return self._head.forward(self._batch(rows), recycled, self._pool, self._attention, recycled=True)
-
-        return grow_trees(self._table, slots, wanted, self._shape, state, expand, self._choice)
 
     def _goal(self, progress: TargetProgress) -> int:
         """Where the mark will be: every known token whose predecessor's hidden state there is, and that has a slot."""

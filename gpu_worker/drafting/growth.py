@@ -1,0 +1,31 @@
+"""How a head or draft model drafts where one call of the kernels cannot: as chains or as trees, level by level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpu_worker.draft_tree import DraftTree
+from gpu_worker.drafting.chain_growth import grow_chains
+from gpu_worker.drafting.choice import ChoiceOfDrafts
+from gpu_worker.drafting.tree_growth import Expand, TreeShape, grow_trees
+from gpu_worker.models.heads.base import HeadRows
+from gpu_worker.request_state import RequestTable
+
+
+def grow_drafts(
+    table: RequestTable,
+    slots: Sequence[int],
+    budgets: Sequence[int],
+    shape: TreeShape,
+    state: HeadRows,
+    expand: Expand,
+    choice: ChoiceOfDrafts,
+) -> DraftTree:
+    """At most budgets[r] drafts for each slot in the form of `shape`; see grow_trees and grow_chains.
+
+    Chains that may end early grow as trees of one child, unless a slot needs the laws of its drafts, which trees do not
+    carry: then no draft is left out.
+    """
+    if shape.is_chain and not (shape.prunes and choice.plain(list(slots)) is not None):
+        return grow_chains(table, slots, budgets, state, expand, choice)
+    return grow_trees(table, slots, budgets, shape, state, expand, choice)
