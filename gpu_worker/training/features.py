@@ -75,7 +75,9 @@ class FeatureMeta:
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             return cls(**{**fields, "feature_layers": tuple(fields["feature_layers"])})
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except OSError as error:
+            raise TrainingError(f"{path}: no extracted features: {error.strerror}") from error
+        except (ValueError, TypeError, KeyError) as error:
             raise TrainingError(f"{path}: no extracted features: {error}") from error
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 
 from scheduler_svc.errors import InvalidFieldError
 
 
 def in_range(field: str, value: float, low: float, high: float) -> float:
-    """The value if low <= value <= high; NaN and infinities never are."""
-    if not low <= value <= high:
+    """The value if low <= value <= high; NaN and infinities never are. Limits are rounded as the float32 fields are."""
+    if not _float32(low) <= value <= _float32(high):
         raise InvalidFieldError(field, f"{_short(value)} is not in [{low:g}, {high:g}]")
     return value
 
 
 def above(field: str, value: float, low: float, high: float) -> float:
-    """The value if low < value <= high; NaN and infinities never are."""
-    if not low < value <= high:
+    """The value if low < value <= high; otherwise as in_range."""
+    if not _float32(low) < value <= _float32(high):
         raise InvalidFieldError(field, f"{_short(value)} is not in ({low:g}, {high:g}]")
     return value
 
@@ -42,6 +43,11 @@ def token_id(field: str, value: int, vocab_size: int) -> int:
     if value >= vocab_size:
         raise InvalidFieldError(field, f"token id {value} is not in 0..{vocab_size - 1}")
     return value
+
+
+def _float32(value: float) -> float:
+    result: float = struct.unpack("f", struct.pack("f", value))[0]
+    return result
 
 
 def _short(value: float) -> str:

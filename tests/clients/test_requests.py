@@ -8,8 +8,9 @@ from dataclasses import fields
 
 import pytest
 from draftline import Chat, GenerateOptions, InvalidArgumentError, Message
+from draftline.channel import channel_options
 from draftline.labels import ACCEPTANCE_RULES, METHODS, label_of
-from draftline.requests import generate_request, tokenize_request
+from draftline.requests import abort_request, generate_request, tokenize_request
 from draftline.v1 import common_pb2
 
 EVERY_OPTION = GenerateOptions(
@@ -174,3 +175,40 @@ def test_every_public_name_resolves():
     assert all(getattr(draftline, name) for name in draftline.__all__)
     with pytest.raises(AttributeError, match="nonsense"):
         draftline.nonsense  # noqa: B018
+
+
+def test_one_stop_may_be_given_as_it_is():
+    assert list(generate_request("x", GenerateOptions(stop="abc")).stopping.stop) == ["abc"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        (5, "prompt"),
+        (None, "prompt"),
+        (b"text", "prompt"),
+        (Chat([{"role": "user", "content": None}]), "prompt.chat.messages[0].content"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_name(prompt, field):
+    with pytest.raises(InvalidArgumentError) as caught:
+        generate_request(prompt, GenerateOptions())
+    assert [violation.field for violation in caught.value.field_violations] == [field]
+
+
+def test_a_list_among_request_ids_is_refused_by_name():
+    with pytest.raises(InvalidArgumentError, match="request_ids"):
+        abort_request((["x"],))
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:65536", "[::1]:99999"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(InvalidArgumentError, match="address"):
+        channel_options(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost", "127.0.0.1:65535", "unix:/tmp/s:99999", "dns:///host:50051"]
+)
+def test_addresses(address):
+    assert channel_options(address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from draftline.v1 import common_pb2, generation_pb2
 from google.protobuf import struct_pb2
 
 from scheduler_svc.errors import DraftlineError, ErrorReason
+from scheduler_svc.frontend import checks
 from scheduler_svc.frontend.convert import GenerationCall, read_generate, sample_seed
 from scheduler_svc.frontend.tokenizer import ServedTokenizer
 from scheduler_svc.messages import Model
@@ -101,6 +103,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (sampling(frequency_penalty=-2.5), "sampling_params.frequency_penalty", "-2.5 is not in [-2, 2]"),
     (sampling(frequency_penalty=NAN), "sampling_params.frequency_penalty", "nan is not in [-2, 2]"),
     (sampling(repetition_penalty=0), "sampling_params.repetition_penalty", "0 is not in [0.01, 100]"),
+    (
+        sampling(repetition_penalty=0.0099),
+        "sampling_params.repetition_penalty",
+        "0.0099 is not in [0.01, 100]",
+    ),
     (sampling(repetition_penalty=INF), "sampling_params.repetition_penalty", "inf is not in [0.01, 100]"),
     (
         sampling(logit_bias={7: 1.0, VOCAB_SIZE: 1.0}),
@@ -279,3 +286,7 @@ def test_seeds_of_samples() -> None:
     assert len(set(seeds)) == 64
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert sample_seed(42, 1) == seeds[1] != sample_seed(43, 1)
+
+
+def test_the_least_repetition_penalty_is_within_its_range_as_a_float32_too() -> None:
+    assert checks.in_range("f", struct.unpack("f", struct.pack("f", 0.01))[0], 0.01, 100) < 0.01

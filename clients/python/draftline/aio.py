@@ -15,13 +15,12 @@ from draftline.channel import channel_options
 from draftline.errors import DraftlineError, RequestCancelledError, from_rpc_error
 from draftline.info import Load, ModelInfo, ServerInfo, load_from, model_info_from, server_info_from
 from draftline.options import Chat, GenerateOptions, Prompt
-from draftline.requests import detokenize_request, generate_request, tokenize_request
+from draftline.requests import abort_request, detokenize_request, generate_request, tokenize_request
 from draftline.results import Completion, CompletionBuilder, Event, event_from
 from draftline.retry import Attempts, RetryPolicy
 from draftline.v1 import (
     admin_pb2,
     admin_pb2_grpc,
-    generation_pb2,
     generation_pb2_grpc,
     info_pb2,
     info_pb2_grpc,
@@ -128,7 +127,7 @@ class AsyncClient:
 
     async def abort(self, *request_ids: str, timeout: float | None = None) -> list[str]:
         """Ends requests by id; returns those that were live. Their streams finish with reason "aborted"."""
-        request = generation_pb2.AbortRequest(request_ids=request_ids)
+        request = abort_request(request_ids)
         return list((await self._call(self._generation.Abort, request, timeout)).aborted_request_ids)
 
     async def model_info(self, model: str = "", *, timeout: float | None = None) -> ModelInfo:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from draftline.errors import invalid_field
+
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 
 
 def channel_options(address: str) -> list[tuple[str, int | str]]:
-    """gRPC channel arguments for HOST:PORT or unix:PATH."""
+    """gRPC channel arguments for HOST:PORT or unix:PATH. Raises InvalidArgumentError for what is no address.
+
+    gRPC would take a port above 65535 modulo 65536, and so might reach somebody else's service.
+    """
+    port = address.rpartition(":")[2]
+    if not address or (not address.startswith("unix:") and port.isdigit() and int(port) > 65535):
+        raise invalid_field("address", f"{address!r} is not HOST:PORT (of 0..65535) or unix:PATH")
     options: list[tuple[str, int | str]] = [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

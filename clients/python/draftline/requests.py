@@ -44,7 +44,10 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     for name in _SAMPLING:
         _set(request.sampling_params, name, getattr(options, name), "sampling_params.")
     for name in _STOPPING:
-        _set(request.stopping, name, getattr(options, name), "stopping.")
+        value = getattr(options, name)
+        if name == "stop" and isinstance(value, str):  # else a sequence of its letters
+            value = (value,)
+        _set(request.stopping, name, value, "stopping.")
     for name in _OUTPUT:
         _set(request.output, name, getattr(options, name), "output.")
     speculation = request.speculation
@@ -78,6 +81,13 @@ def detokenize_request(
     return request
 
 
+def abort_request(request_ids: Sequence[str]) -> generation_pb2.AbortRequest:
+    """The message that ends requests. Raises as generate_request does."""
+    request = generation_pb2.AbortRequest()
+    _set(request, "request_ids", request_ids, "")
+    return request
+
+
 def _set_prompt(message: generation_pb2.Prompt, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         _set(message, "text", prompt, "prompt.")
@@ -91,6 +101,8 @@ def _set_prompt(message: generation_pb2.Prompt, prompt: Prompt) -> None:
             raise invalid_field("prompt.chat.template_variables", str(error)) from error
         if not prompt.template_variables:
             message.chat.ClearField("template_variables")
+    elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise invalid_field("prompt", f"{_short(prompt)} is neither text, a Chat nor a list of token ids")
     else:
         message.tokens.SetInParent()  # an empty list is still a list: the service says what is wrong with it
         _set(message.tokens, "ids", prompt, "prompt.tokens.")
@@ -102,6 +114,9 @@ def _add_turn(chat: generation_pb2.ChatPrompt, turn: Message | Mapping[str, str]
         if unknown:
             raise invalid_field(path, f"a turn has `role` and `content`, not {sorted(turn)}")
         turn = Message(turn["role"], turn["content"])
+    for name in ("role", "content"):
+        if getattr(turn, name) is None:
+            raise invalid_field(f"{path}.{name}", "None is no text")
     added = chat.messages.add()
     _set(added, "role", turn.role, f"{path}.")
     _set(added, "content", turn.content, f"{path}.")
@@ -118,7 +133,11 @@ def _set(message: ProtoMessage, name: str, value: Any, path: str) -> None:
             getattr(message, name).extend(value)
         else:
             setattr(message, name, value)
-    except (TypeError, ValueError) as error:  # a wrong type, out of the integer's range, a lone surrogate
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+    ) as error:  # a wrong type, too large an integer, a lone surrogate
         raise invalid_field(path + name, f"{_short(value)} cannot be sent: {error}") from error
 
 

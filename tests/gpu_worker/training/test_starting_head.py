@@ -106,15 +106,18 @@ def test_the_command_goes_on_from_a_head_with_more_ids(
     module, vocabulary = draft_objective(HeadKind.MTP, frozen, vocabulary=_FEW)
     first, output = tmp_path / "first", tmp_path / "second"
     export_head(first, module.head, module.head.config, vocabulary.ids, "", torch.float32)
-    done = run_python(
+    options = (
         *("-m", "gpu_worker.training.cli", "fit", "mtp", "--features", str(features_dir)),
-        *("--output", str(output), f"--start-from={first}", f"--draft-vocab={_MORE}"),
-        *("--steps=1", "--learning-rate=1e-9", "--rows=40", "--unroll=2", "--threads=1"),
-        "--precision=float32",
+        *("--output", str(output), f"--start-from={first}", "--steps=1", "--learning-rate=1e-9"),
+        *("--rows=40", "--unroll=2", "--threads=1", "--precision=float32"),
     )
+    done = run_python(*options, f"--draft-vocab={_MORE}")
     assert done.returncode == 0, done.stderr
     assert f"| started from | {first} |" in (output / "README.md").read_text()
     one, two = load_file(first / "model.safetensors"), load_file(output / "model.safetensors")
     assert set(one["draft_ids"].tolist()) < set(two["draft_ids"].tolist())
     assert len(two["draft_ids"]) == _MORE
     torch.testing.assert_close(two["combine.weight"].float(), one["combine.weight"], rtol=1e-2, atol=1e-3)
+    other = run_python(*options, f"--draft-vocab={_MORE + 10}")
+    assert other.returncode != 0
+    assert f"made with draft_vocab {_MORE}, not {_MORE + 10}" in other.stderr
