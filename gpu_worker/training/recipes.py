@@ -56,8 +56,10 @@ def recipe(
     seed: int,
     start: StartingHead | None = None,
 ) -> Recipe:
-    """choices: of a head; None for a draft model of num_layers layers. start: the head to go on from, whose form counts
-    and not the choices."""
+    """choices: of a head; None for a draft model of num_layers layers.
+
+    start: the head to go on from, whose form counts and not the choices.
+    """
     if choices is None:
         model = new_draft_model(target, num_layers)
         facts = {"kind": kind, "layers": num_layers, "objective": asdict(objective)}

@@ -47,8 +47,10 @@ class StartingHead:
         return cls(config, checkpoint.tensors)
 
     def training_config(self, draft_vocab_size: int) -> HeadConfig:
-        """The head's own form, with that many draft ids and nothing measured yet."""
-        return dataclasses.replace(self.config, draft_vocab_size=draft_vocab_size, hit_rates=())
+        """The head's own form, with that many draft ids, nothing measured yet, and slot 0 as training has it."""
+        return dataclasses.replace(
+            self.config, draft_vocab_size=draft_vocab_size, hit_rates=(), attends_first_slot=True
+        )
 
     @property
     def ids(self) -> torch.Tensor:

@@ -133,11 +133,8 @@ def _set(message: ProtoMessage, name: str, value: Any, path: str) -> None:
             getattr(message, name).extend(value)
         else:
             setattr(message, name, value)
-    except (
-        AttributeError,
-        TypeError,
-        ValueError,
-    ) as error:  # a wrong type, too large an integer, a lone surrogate
+    except (AttributeError, TypeError, ValueError) as error:
+        # a wrong type, one that is out of the integer's range, a lone surrogate
         raise invalid_field(path + name, f"{_short(value)} cannot be sent: {error}") from error
 
 

@@ -14,8 +14,7 @@ def main() -> None:
     from draftline.cli.app import build_app
 
     for stream in (sys.stdout, sys.stderr):
+        # A terminal of another encoding must not end a stream half-way.
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="replace"
-            )  # a terminal of another encoding must not end a stream half-way
+            stream.reconfigure(errors="replace")
     build_app()()
