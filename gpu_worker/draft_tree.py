@@ -15,22 +15,19 @@ from gpu_worker.transfers import to_device
 
 
 @dataclass(frozen=True)
-class HostNodes:
-    """A tree's arrays as plain lists: a step reads a handful of nodes one by one, which arrays are slow at."""
+class HostShape:
+    """A tree without its tokens as plain lists: a step reads a few nodes one by one, which arrays are slow at."""
 
     indptr: list[int]
-    tokens: list[int]
     parents: list[int]
     depths: list[int]
 
 
 @dataclass(frozen=True)
-class HostShape:
-    """What is known of a tree's nodes without their tokens."""
+class HostNodes(HostShape):
+    """The same with the tokens."""
 
-    indptr: list[int]
-    parents: list[int]
-    depths: list[int]
+    tokens: list[int]
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class DraftTree:
     def host(self) -> HostNodes:
         """The nodes on the host."""
         shape = self.shape
-        return HostNodes(shape.indptr, self.tokens.tolist(), shape.parents, shape.depths)
+        return HostNodes(shape.indptr, shape.parents, shape.depths, self.tokens.tolist())
 
     def ancestors(self) -> torch.Tensor:
         """[N, N] bool: row i is True at i and at every ancestor of node i (same request only)."""

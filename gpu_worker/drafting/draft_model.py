@@ -121,7 +121,7 @@ class DraftModelDrafter:
             )
             return self._remember_fed(slots, tree)
         state = HeadRows(hidden, hidden)
-        tree = grow_drafts(self._table, slots, wanted, self._shape, state, self._expand, self._choice)
+        tree = grow_drafts(self._table, slots, wanted, self._shape, state, self._expand, self._choice, draws)
         return self._remember_fed(slots, tree)
 
     def _remember_fed(self, slots: list[int], tree: DraftTree) -> DraftTree:

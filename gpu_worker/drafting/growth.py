@@ -10,6 +10,7 @@ from gpu_worker.drafting.choice import ChoiceOfDrafts
 from gpu_worker.drafting.tree_growth import Expand, TreeShape, grow_trees
 from gpu_worker.models.heads.base import HeadRows
 from gpu_worker.request_state import RequestTable
+from gpu_worker.sampling.sampler import PlainDraws
 
 
 def grow_drafts(
@@ -20,12 +21,13 @@ def grow_drafts(
     state: HeadRows,
     expand: Expand,
     choice: ChoiceOfDrafts,
+    draws: PlainDraws | None,
 ) -> DraftTree:
     """At most budgets[r] drafts for each slot in the form of `shape`; see grow_trees and grow_chains.
 
-    Chains that may end early grow as trees of one child, unless a slot needs the laws of its drafts, which trees do not
-    carry: then no draft is left out.
+    draws: choice.plain(slots). Chains that may end early grow as trees of one child, unless a slot needs more than
+    plain draws, as the laws of its drafts, which trees do not carry: then no draft is left out.
     """
-    if shape.is_chain and not (shape.prunes and choice.plain(list(slots)) is not None):
+    if shape.is_chain and (draws is None or not shape.prunes):
         return grow_chains(table, slots, budgets, state, expand, choice)
     return grow_trees(table, slots, budgets, shape, state, expand, choice)

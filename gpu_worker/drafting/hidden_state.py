@@ -113,7 +113,7 @@ class HiddenStateDrafter:
             return drafts_in_one_call(
                 self._table, self._grow, self._pool, slots, wanted, self._shape, draws, *outputs
             )
-        return grow_drafts(self._table, slots, wanted, self._shape, state, self._expand, self._choice)
+        return grow_drafts(self._table, slots, wanted, self._shape, state, self._expand, self._choice, draws)
 
     def _room(self, request: DraftRequest) -> int:
         """Draft tokens that this request can get."""

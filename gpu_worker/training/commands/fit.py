@@ -235,20 +235,20 @@ def _data(run: _Run, start: StartingHead | None) -> tuple[FeatureDataset, RunDat
             raise TrainingError(f"{features}: {missing[0]}, which the checkpoint was trained on, is gone")
         paths = [by_name[name] for name in names]
     dataset = FeatureDataset(features, paths, **reads(run.kind))
-    size, counts = run.draft_vocab or dataset.meta.vocab_size, dataset.answer_counts()
+    size = min(run.draft_vocab or dataset.meta.vocab_size, dataset.meta.vocab_size)
     if state is None:
-        ids = (
+        counts = dataset.answer_counts()
+        most = (
             DraftVocabulary.most_frequent(counts, size).ids
             if start is None
             else start.draft_ids(counts, size)
         )
-        return dataset, RunData(tuple(path.name for path in paths), ids)
+        return dataset, RunData(tuple(path.name for path in paths), most)
     ids = RunData.of(state).draft_ids
-    if start is not None and len(ids) != len(start.draft_ids(counts, size)):
-        # without a head to start from the trainer sees that for itself, in the head's configuration
+    # Without a head to start from the trainer sees that for itself, in the head's configuration.
+    if start is not None and len(ids) != max(size, len(start.ids)):
         raise TrainingError(
-            f"{run.output}: its checkpoint was made with draft_vocab {len(ids)},"
-            f" not {len(start.draft_ids(counts, size))}"
+            f"{run.output}: its checkpoint was made with draft_vocab {len(ids)}, not {max(size, len(start.ids))}"
         )
     return dataset, RunData(tuple(path.name for path in paths), ids)
 
