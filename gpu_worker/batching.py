@@ -75,25 +75,27 @@ def build_forward_batch(table: RequestTable, rows: Sequence[SequenceRows]) -> Fo
 def _of_one(table: RequestTable, row: SequenceRows) -> ForwardBatch:
     """The same for a single sequence, with a third of the operations: alone, a request waits for each of them."""
     num_rows, size, device = row.num_rows, table.page_size, table.device
-    indices = np.arange(row.first, row.first + num_rows, dtype=np.int64)
-    input_ids = table.tokens[row.slot, row.first : row.first + num_rows].copy()
-    positions = indices
+    end = row.first + num_rows
+    input_ids, positions = (
+        table.tokens[row.slot, row.first : end],
+        table.position_run(row.first, num_rows),
+    )  # views: nobody writes to what a pass reads
     if row.extra_ids:
+        input_ids, positions = input_ids.copy(), positions.copy()
         input_ids[row.num_known :] = row.extra_ids
-        positions = indices.copy()
         positions[row.num_known :] = row.extra_positions
-    kv_len = row.first + num_rows
-    num_pages = -(-kv_len // size)
+    num_pages = -(-end // size)
+    sizes = np.array((0, num_rows, end, 0, num_pages), dtype=np.int32)
     return ForwardBatch(
         input_ids=to_device(input_ids, device),
         positions=to_device(positions, device),
-        out_slots=to_device(table.kv_slots(row.slot, indices), device),
+        out_slots=to_device(table.kv_run(row.slot, row.first, num_rows), device),
         attention=AttentionMetadata(
             page_size=size,
-            qo_indptr=np.array((0, num_rows), dtype=np.int32),
-            kv_lens=np.array((kv_len,), dtype=np.int32),
-            page_indptr=np.array((0, num_pages), dtype=np.int32),
-            page_indices=table.pages[row.slot, :num_pages].astype(np.int32),
+            qo_indptr=sizes[:2],
+            kv_lens=sizes[2:3],
+            page_indptr=sizes[3:],
+            page_indices=table.pages[row.slot, :num_pages],
             tree_masks=(row.tree_mask,),
         ),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -48,6 +48,8 @@ class DraftTree:
     q: torch.Tensor | None = None  # [N, V] float32
     # How sure the drafter is of each node, given that its parent is right; nothing downstream of a portfolio reads it.
     confidences: npt.NDArray[np.float32] | None = None  # [N], within 0..1, roots 1
+    # The nodes as they were given, where the drafter had them on the host.
+    given: HostNodes | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_requests(self) -> int:
@@ -70,6 +72,8 @@ class DraftTree:
     @cached_property
     def shape(self) -> HostShape:
         """The nodes on the host but for their tokens; nothing is read back where `indptr` says it all."""
+        if self.given is not None:
+            return self.given
         indptr = self.indptr.tolist()
         if not self.drafts_one_at_most:
             return HostShape(indptr, self.parents.tolist(), self.depths.tolist())
@@ -79,12 +83,19 @@ class DraftTree:
     @cached_property
     def host(self) -> HostNodes:
         """The nodes on the host."""
+        if self.given is not None:
+            return self.given
         shape = self.shape
         return HostNodes(shape.indptr, shape.parents, shape.depths, self.tokens.tolist())
 
     def ancestors(self) -> torch.Tensor:
         """[N, N] bool: row i is True at i and at every ancestor of node i (same request only)."""
         n = self.num_nodes
+        if self.given is not None:
+            visible = np.eye(n, dtype=np.bool_)
+            for node, parent in enumerate(self.given.parents):
+                visible[node] |= visible[parent]  # its row is complete: parents come first
+            return to_device(visible, self.tokens.device)
         reach = torch.eye(n, dtype=torch.bool, device=self.tokens.device)
         current = self.parents
         rows = torch.arange(n, device=self.tokens.device)
@@ -132,7 +143,7 @@ def tree_of(
 
     confidences[r]: of the nodes behind its root.
     """
-    indptr = np.zeros(len(roots) + 1, dtype=np.int32)
+    indptr = [0]
     all_tokens: list[int] = []
     all_parents: list[int] = []
     depths: list[int] = []
@@ -143,13 +154,14 @@ def tree_of(
         depths.append(0)
         for parent in parents[r]:
             depths.append(depths[start + 1 + parent] + 1)
-        indptr[r + 1] = len(all_tokens)
+        indptr.append(len(all_tokens))
     return DraftTree(
-        indptr=indptr,
+        indptr=np.array(indptr, dtype=np.int32),
         tokens=int64_tensor(all_tokens, device),
         parents=int64_tensor(all_parents, device),
         depths=int64_tensor(depths, device),
         confidences=None if confidences is None else _flattened(confidences),
+        given=HostNodes(indptr, all_parents, depths, all_tokens),
     )
 
 

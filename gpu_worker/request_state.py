@@ -5,8 +5,6 @@ All of it lives on the host, in numpy: a step gathers its few inputs there and m
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -26,7 +24,10 @@ class RequestTable:
         self.max_pages = -(-(max_context_tokens + 1) // page_size)
         self.device = device
         self.tokens: Int64Array = np.zeros((num_slots, max_context_tokens + 1), dtype=np.int64)  # [S, L + 1]
-        self.pages: Int64Array = np.zeros((num_slots, self.max_pages), dtype=np.int64)  # [S, P]
+        self.pages: npt.NDArray[np.int32] = np.zeros((num_slots, self.max_pages), dtype=np.int32)  # [S, P]
+        # What follows from pages, kept ready because every step asks for it: the pool slot of each token position.
+        self._kv_slots: Int64Array = np.zeros((num_slots, self.max_pages * page_size), dtype=np.int64)
+        self._positions: Int64Array = np.arange(self.max_pages * page_size, dtype=np.int64)
         self.num_pages: Int64Array = np.zeros(num_slots, dtype=np.int64)
         self.num_tokens: Int64Array = np.zeros(num_slots, dtype=np.int64)  # known tokens, prompt + generated
         self.num_prompt_tokens: Int64Array = np.zeros(num_slots, dtype=np.int64)
@@ -46,21 +47,22 @@ class RequestTable:
 
     def append_each(self, slots: Int64Array, token_ids: list[list[int]]) -> None:
         """Adds committed tokens behind the known ones: token_ids[r] to slots[r] (distinct slots)."""
-        counts = np.array([len(tokens) for tokens in token_ids], dtype=np.int64)
-        places = self.num_tokens[slots]
-        if len(slots) < counts.sum():
-            behind = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-            slots_of_tokens, places = np.repeat(slots, counts), np.repeat(places, counts) + behind
-        else:
-            slots_of_tokens = slots
-        self.tokens[slots_of_tokens, places] = list(itertools.chain.from_iterable(token_ids))
-        self.num_tokens[slots] += counts
+        for slot, tokens in zip(slots.tolist(), token_ids, strict=True):
+            first = int(self.num_tokens[slot])
+            end = first + len(tokens)
+            self.tokens[slot, first:end] = tokens
+            self.num_tokens[slot] = end
 
     def set_pages(self, update: PageUpdate) -> None:
         """Takes over new logical pages of a slot."""
         first, stop = update.first_index, update.first_index + len(update.page_ids)
         self.pages[update.slot, first:stop] = update.page_ids
         self.num_pages[update.slot] = stop
+        size = self.page_size
+        starts = np.asarray(update.page_ids, dtype=np.int64) * size
+        self._kv_slots[update.slot, first * size : stop * size] = np.add.outer(
+            starts, np.arange(size)
+        ).reshape(-1)
 
     def release(self, release: SlotRelease) -> None:
         """Forgets a sequence."""
@@ -78,9 +80,16 @@ class RequestTable:
 
     def kv_slots(self, slots: int | Int64Array, positions: Int64Array) -> Int64Array:
         """Pool slots (page * page_size + offset) of token positions [T] of one sequence, or of slots [T]."""
-        pages, offsets = np.divmod(positions, self.page_size)
-        result: Int64Array = self.pages[slots, pages] * self.page_size + offsets
+        result: Int64Array = self._kv_slots[slots, positions]
         return result
+
+    def kv_run(self, slot: int, first: int, count: int) -> Int64Array:
+        """[count] kv_slots of the positions first, first + 1, ... of one sequence (a view)."""
+        return self._kv_slots[slot, first : first + count]
+
+    def position_run(self, first: int, count: int) -> Int64Array:
+        """[count] the positions first, first + 1, ... (a view; do not write to it)."""
+        return self._positions[first : first + count]
 
     def last_tokens(self, slots: Int64Array) -> Int64Array:
         """[r] the last known token of each slot."""

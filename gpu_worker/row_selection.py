@@ -26,7 +26,8 @@ def put_rows(target: torch.Tensor, rows: Sequence[int], values: torch.Tensor) ->
 
 
 def _is_run(rows: Sequence[int]) -> bool:
-    return len(rows) > 0 and list(rows) == list(range(rows[0], rows[0] + len(rows)))
+    count = len(rows)
+    return count == 1 or (count > 1 and list(rows) == list(range(rows[0], rows[0] + count)))
 
 
 def _index(rows: Sequence[int], device: torch.device) -> torch.Tensor:

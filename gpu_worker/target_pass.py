@@ -58,7 +58,7 @@ class TargetForward:
             nodes = np.diff(tree.indptr)
             shifts = qo_indptr[1:][step.sampling] - tree.indptr[1:]  # a request's nodes are its last rows
             at = to_device(np.arange(tree.num_nodes) + np.repeat(shifts, nodes), self._table.device)
-        if tree.has_drafts:
+        if tree.has_drafts and tree.given is None:
             ids = tree.tokens if at is None else batch.input_ids.index_copy(0, at, tree.tokens)
             batch = replace(batch, input_ids=ids)
         hidden, captured = self._target.forward_capturing(
@@ -85,7 +85,8 @@ class TargetForward:
                 rows[i].slot,
                 starts[i],
                 1,
-                (0,) * (end - begin - 1),  # run puts the drafts there
+                # Drafts that are on the device alone are put there by run.
+                (0,) * (end - begin - 1) if tree.given is None else tuple(tree.given.tokens[begin + 1 : end]),
                 tuple(starts[i] + depth for depth in depths[begin + 1 : end]),
                 None if ancestors is None else ancestors[begin:end, begin:end],
             )

@@ -21,6 +21,7 @@ from shared_mem.segment import BELL_SUFFIX, DEFAULT_DIRECTORY
 # A doorbell that got lost (a reset connection) delays a message by this much at most.
 RECHECK_SECONDS = 0.1
 
+_POLLIN = int(zmq.POLLIN)  # as an enum it would cost more than the call that it is compared with
 _RECONNECT_MS = (10, 100)  # first and longest pause between tries to reach a reader that is not there
 
 
@@ -122,9 +123,8 @@ def _send(socket: zmq.Socket[bytes]) -> None:
 
 
 def _consume(socket: zmq.Socket[bytes]) -> None:
-    while (
-        int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-    ):  # asked first: running into Again would cost more than the ring
+    # asked first: running into Again would cost more than the ring
+    while int(socket.getsockopt(zmq.EVENTS)) & _POLLIN:
         socket.recv(zmq.DONTWAIT)
 
 

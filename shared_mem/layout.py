@@ -23,6 +23,9 @@ UInt8Array = npt.NDArray[np.uint8]
 
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
+_NO_INTS: Int32Array = np.zeros(0, dtype=np.int32)
+_NO_FLOATS: Float32Array = np.zeros(0, dtype=np.float32)
+
 _Enum = TypeVar("_Enum", bound=IntEnum)
 
 
@@ -32,12 +35,12 @@ class LayoutError(ValueError):
 
 def concatenate_ints(parts: Sequence[Int32Array]) -> Int32Array:
     """One pool of the parts; empty for none."""
-    return np.concatenate(parts, dtype=np.int32) if parts else np.zeros(0, dtype=np.int32)
+    return np.concatenate(parts, dtype=np.int32) if parts else _NO_INTS
 
 
 def concatenate_floats(parts: Sequence[Float32Array]) -> Float32Array:
     """One pool of the parts; empty for none."""
-    return np.concatenate(parts, dtype=np.float32) if parts else np.zeros(0, dtype=np.float32)
+    return np.concatenate(parts, dtype=np.float32) if parts else _NO_FLOATS
 
 
 def enum_value(kind: type[_Enum], value: int) -> _Enum:
@@ -63,8 +66,8 @@ class RecordReader:
         version, *self.header = header.unpack_from(self._data)
         if version != LAYOUT_VERSION:
             raise LayoutError(f"record has layout version {version}, this process speaks {LAYOUT_VERSION}")
-        self._ints: Int32Array = np.zeros(0, dtype=np.int32)
-        self._floats: Float32Array = np.zeros(0, dtype=np.float32)
+        self._ints = _NO_INTS
+        self._floats = _NO_FLOATS
         self._next_int = self._next_float = 0
 
     def take(self, record: struct.Struct, count: int) -> Iterator[tuple[Any, ...]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpu_worker.draft_tree import DraftTree, tree_of
@@ -33,20 +34,21 @@ def drafts_in_one_call(
 
     normed, recycled [R, h]: the outputs of head or model at each last known token; None where nothing is recycled.
     """
-    lengths = table.num_tokens[slots]
-    nodes = np.array(budgets, dtype=np.int32)
-    num_pages = np.minimum(-(-(lengths + nodes) // table.page_size), table.num_pages[slots])
-    indptr = np.zeros(len(slots) + 1, dtype=np.int32)
-    np.cumsum(num_pages, out=indptr[1:])
-    pages = [table.pages[slot, :count] for slot, count in zip(slots, num_pages, strict=True)]
+    lengths = [int(table.num_tokens[slot]) for slot in slots]
+    pages: list[npt.NDArray[np.int32]] = []
+    indptr = [0]
+    for slot, length, budget in zip(slots, lengths, budgets, strict=True):
+        num_pages = min(-(-(length + budget) // table.page_size), int(table.num_pages[slot]))
+        pages.append(table.pages[slot, :num_pages])
+        indptr.append(indptr[-1] + num_pages)
     start = TreeStart(
         hidden=recycled,
         normed=normed,
         page_size=table.page_size,
-        lengths=lengths.astype(np.int32),
-        page_indptr=indptr,
-        page_indices=np.concatenate(pages).astype(np.int32),
-        budgets=nodes,
+        lengths=np.array(lengths, dtype=np.int32),
+        page_indptr=np.array(indptr, dtype=np.int32),
+        page_indices=pages[0] if len(pages) == 1 else np.concatenate(pages),
+        budgets=np.array(budgets, dtype=np.int32),
         max_depth=shape.max_depth,
         max_children=shape.max_children,
         least_value=shape.least_value,
@@ -54,6 +56,6 @@ def drafts_in_one_call(
         seeds=draws.seeds,
     )
     grown = grow(start, pool)
-    roots = table.last_tokens(np.array(slots, dtype=np.int64)).tolist()
+    roots = [int(table.tokens[slot, length - 1]) for slot, length in zip(slots, lengths, strict=True)]
     sure = [confidences(*of) for of in zip(grown.parents, grown.values, strict=True)]
     return tree_of(roots, grown.tokens, grown.parents, table.device, sure)

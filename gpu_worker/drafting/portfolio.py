@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -168,10 +169,10 @@ class PortfolioDrafter:
 
 def _segments(tree: DraftTree) -> list[_Segment]:
     """Each request's nodes behind its root, moved to the host once."""
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    tokens, parents, indptr = tree.host.tokens, tree.host.parents, tree.host.indptr
     sampled = None if tree.q is None else tree.q.any(dim=1).tolist()
     segments: list[_Segment] = []
-    for start, stop in zip(tree.indptr[:-1].tolist(), tree.indptr[1:].tolist(), strict=True):
+    for start, stop in pairwise(indptr):
         laws = None
         if tree.q is not None and sampled is not None and any(sampled[start + 1 : stop]):
             laws = tree.q[start + 1 : stop]

@@ -214,14 +214,18 @@ def marshal(batch: ForwardBatch, pool: NativeKVPool) -> MarshalledBatch:
             f"qo_indptr and page_indptr: end at {arrays[0][-1]} and {arrays[2][-1]}, there are {num_rows} rows"
             f" and {len(arrays[3])} pages"
         )
-    names = ("input_ids", "positions", "out_slots")
-    tensors = [getattr(batch, name).contiguous() for name in names]
-    rows = [
-        pointer(name, tensor, torch.int64, (num_rows,)) for name, tensor in zip(names, tensors, strict=True)
-    ]
-    addresses = [address_of(array) for array in arrays] + [None] * (6 - len(arrays))
-    struct = BatchStruct(num_requests, metadata.page_size, *rows, *addresses)
-    return MarshalledBatch(struct, (*arrays, *tensors))
+    shape = (num_rows,)
+    input_ids, positions = batch.input_ids.contiguous(), batch.positions.contiguous()
+    out_slots = batch.out_slots.contiguous()
+    struct = BatchStruct(
+        num_requests,
+        metadata.page_size,
+        pointer("input_ids", input_ids, torch.int64, shape),
+        pointer("positions", positions, torch.int64, shape),
+        pointer("out_slots", out_slots, torch.int64, shape),
+        *(address_of(array) for array in arrays),
+    )  # fields that are left out are null: no trees
+    return MarshalledBatch(struct, (*arrays, input_ids, positions, out_slots))
 
 
 def address_of(array: np.ndarray) -> int:

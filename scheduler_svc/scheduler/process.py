@@ -85,6 +85,7 @@ class SchedulerProcess:
         self._detail = ""
         self._outbox: list[Outbound] = []
         self._pacer = EventPacer(config.stream_interval_ms / 1000)
+        self._next_heartbeat_check = 0.0  # monotonic
         self._drain_until: float | None = None  # monotonic
         self._num_sigterms = 0
         self._exit_code: int | None = None
@@ -142,8 +143,9 @@ class SchedulerProcess:
             if not ready or self._workers.result_socket in ready:
                 for result in self._workers.receive_results():
                     self._outbox += scheduler.apply(result)
-            if scheduler.num_steps_in_flight:
+            if scheduler.num_steps_in_flight and time.monotonic() >= self._next_heartbeat_check:
                 self._workers.check_heartbeats()
+                self._next_heartbeat_check = time.monotonic() + _HEARTBEAT_CHECK_SECONDS
             now = time.time()
             self._outbox += scheduler.expire(now)
             while (plan := scheduler.schedule(now)) is not None:
