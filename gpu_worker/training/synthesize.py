@@ -2,7 +2,7 @@
 
 A user's turn is sampled behind the chat template's opening of one, most often led into some kind of task
 (openings.py), and then answered: what a head meets in service is the target's own text, so that is what it learns
-from, and no data set is needed. Users' turns may also be given.
+from, and no data set is needed. Users' turns may also be given, or be about given documents (documents.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from gpu_worker.training.batch_generator import BatchGenerator, Generation, GenerationRequest
 from gpu_worker.training.chat import ChatTemplate, Message
 from gpu_worker.training.conversations import Conversation, shard_path, write_shard
+from gpu_worker.training.documents import DocumentPrompts
 from gpu_worker.training.openings import first_opening, later_opening, quoting_opening
 from shared_mem.records import SamplingRecord
 
@@ -39,6 +40,7 @@ class SynthesisSettings:
         0.75  # of users' turns begin as openings.py says; the others are the target's alone
     )
     quoting_share: float = 0.15  # of the conversations are followed by one that quotes their answer
+    document_share: float = 0.5  # of the conversations are about documents, where there are any
     prompt_temperature: float = 0.8  # at 1 a small model's prompts fall apart
     answer_temperature: float = 1.0  # of the answers that are sampled
     top_k: int = 100  # noise for the whole vocabulary would cost more than the model's own step
@@ -87,13 +89,18 @@ class Synthesizer:
         end_ids: frozenset[int],
         settings: SynthesisSettings,
         prompts: Sequence[Sequence[str]] | None = None,
+        documents: DocumentPrompts | None = None,
     ) -> None:
-        """end_ids end an answer: the model's EOS ids. prompts: users' turns of each conversation, at least as many."""
+        """end_ids end an answer: the model's EOS ids. prompts: users' turns of each conversation, at least as many.
+
+        documents: what the document_share of those conversations is about whose turns are not given.
+        """
         self._generator = generator
         self._chat = chat
         self._end_ids = end_ids
         self._settings = settings
         self._prompts = prompts
+        self._documents = documents
 
     def write(self, directory: Path, report: Callable[[int, int, float], None]) -> int:
         """Writes the shards that are missing in `directory`; returns the number of answer tokens written.
@@ -141,7 +148,8 @@ class Synthesizer:
         """Submits the first turn of each of the shard's conversations."""
         if self._prompts is None:
             for _ in range(shard.count):
-                self._start(shard, owners)
+                if not self._start_with_document(shard, owners):
+                    self._start(shard, owners)
             return
         first = shard.index * self._settings.shard_size
         for turns in self._prompts[first : first + shard.count]:
@@ -154,6 +162,16 @@ class Synthesizer:
         if draft.rng.random() < self._settings.opening_share:
             draft.opening = first_opening(draft.rng)
         self._submit(shard, draft, self._prompt_request(draft), owners)
+
+    def _start_with_document(self, shard: _Shard, owners: dict[int, _Shard]) -> bool:
+        """Begins a conversation about a document; False where it is one without, or the text is too long."""
+        if self._documents is None:
+            return False
+        draft = self._draft(shard)
+        if draft.rng.random() >= self._settings.document_share:
+            return False
+        draft.given = [self._documents.draw(draft.rng)]
+        return self._ask(shard, draft, owners)
 
     def _quote(self, shard: _Shard, quoted: _Draft, owners: dict[int, _Shard]) -> None:
         """Begins one more conversation, whose prompt is long: it quotes the first answer of another."""

@@ -1,4 +1,4 @@
-"""draftline-train synthesize: conversations that the target writes itself, or answers to the prompts of a file."""
+"""draftline-train synthesize: conversations that the target writes itself, or answers to prompts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from gpu_worker.engine import build_engine
 from gpu_worker.training.batch_generator import BatchGenerator
 from gpu_worker.training.chat import ChatTemplate
 from gpu_worker.training.commands.options import DATA, Conversations, Meter, Target, Threads
+from gpu_worker.training.documents import DocumentPrompts, read_passages
+from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.prompts import read_prompts
 from gpu_worker.training.synthesize import SynthesisSettings, Synthesizer
 
@@ -27,6 +29,13 @@ def synthesize(
     prompts: Annotated[
         Path | None, typer.Option(help="JSON lines: messages, ShareGPT, turns or plain text.")
     ] = None,
+    documents: Annotated[
+        Path | None,
+        typer.Option(help="Directory of text, Markdown, HTML and source files that prompts are about."),
+    ] = None,
+    document_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the conversations that are about documents.")
+    ] = 0.5,
     dtype: Annotated[
         str, typer.Option(help="Precision of the target: what it will be served with.")
     ] = "auto",
@@ -48,7 +57,10 @@ def synthesize(
     threads: Threads = 0,
 ) -> None:
     """Writes the shards that are missing; what is there is left alone, so an interrupted run just goes on."""
+    if prompts and documents:
+        raise TrainingError("--documents: of no use beside --prompts, which gives every prompt already")
     given = read_prompts(prompts.expanduser()) if prompts else None
+    about = DocumentPrompts(read_passages(documents.expanduser())) if documents else None
     settings = SynthesisSettings(
         count if given is None else min(count, len(given)),
         shard_size=shard_size,
@@ -58,6 +70,7 @@ def synthesize(
         second_turn_share=second_turns,
         opening_share=openings,
         quoting_share=quoting,
+        document_share=document_share,
     )
     context = settings.max_context_tokens
     num_pages = batch * -(-(context + 1) // _PAGE_SIZE)
@@ -84,7 +97,12 @@ def synthesize(
     )
     facts = engine.facts
     synthesizer = Synthesizer(
-        generator, ChatTemplate(Path(facts.tokenizer_path)), frozenset(facts.eos_token_ids), settings, given
+        generator,
+        ChatTemplate(Path(facts.tokenizer_path)),
+        frozenset(facts.eos_token_ids),
+        settings,
+        given,
+        about,
     )
     with Meter("synthesize") as meter:
 

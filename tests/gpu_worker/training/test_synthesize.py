@@ -13,6 +13,7 @@ from gpu_worker.training import openings
 from gpu_worker.training.batch_generator import BatchGenerator, Generation, GenerationRequest
 from gpu_worker.training.chat import ChatTemplate
 from gpu_worker.training.conversations import read_shard, shard_path, shard_paths
+from gpu_worker.training.documents import DocumentPrompts, Passage
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.prompts import read_prompts
 from gpu_worker.training.synthesize import SynthesisSettings, Synthesizer
@@ -148,14 +149,19 @@ class _Scripted:
 
 
 def _written(
-    directory: Path, chat: ChatTemplate, end_ids: frozenset[int], **shares: float
+    directory: Path,
+    chat: ChatTemplate,
+    end_ids: frozenset[int],
+    documents: DocumentPrompts | None = None,
+    count: int = 6,
+    **shares: float,
 ) -> tuple[list[str], Path]:
     """The texts of one shard's conversations."""
     settings = SynthesisSettings(
-        6, shard_size=6, second_turn_share=shares.pop("second_turn_share", 0.0), **shares
+        count, shard_size=count, second_turn_share=shares.pop("second_turn_share", 0.0), **shares
     )
     generator = _Scripted(chat, " and what else?", "because of that")
-    synthesizer = Synthesizer(generator, chat, end_ids, settings)  # type: ignore[arg-type]
+    synthesizer = Synthesizer(generator, chat, end_ids, settings, documents=documents)  # type: ignore[arg-type]
     synthesizer.write(directory, lambda *facts: None)
     path = shard_path(directory, 0)
     return [chat.text(conversation.token_ids) for conversation in read_shard(path)], path
@@ -184,3 +190,20 @@ def test_a_second_turn_looks_back(engine, tmp_path: Path) -> None:
     texts, _ = _written(tmp_path, chat, ends, **shares)
     assert all(text.count("because of that") == 2 for text in texts)
     assert all(any(back.rstrip(" ") in text for back in openings._BACK) for text in texts)
+
+
+def test_a_share_of_the_conversations_is_about_documents(engine, tmp_path: Path) -> None:
+    chat = ChatTemplate(Path(engine.facts.tokenizer_path))
+    ends = frozenset(engine.facts.eos_token_ids)
+    fox = DocumentPrompts([Passage("the quick brown fox jumps over the lazy dog")])
+    shares = {"opening_share": 0.0, "quoting_share": 0.0, "document_share": 0.5}
+    some, _ = _written(tmp_path / "some", chat, ends, fox, 40, **shares)
+    assert len(some) == 40
+    assert 10 <= sum("lazy dog" in text for text in some) <= 30
+    assert all(text.count("because of that") == 1 for text in some)
+    assert _written(tmp_path / "again", chat, ends, fox, 40, **shares)[0] == some
+    # what is too long for the context is left out, and the target writes a prompt instead
+    long = DocumentPrompts([Passage("lazy dog " * 2000)])
+    others, _ = _written(tmp_path / "long", chat, ends, long, 40, **shares)
+    assert len(others) == 40
+    assert not any("lazy dog" in text for text in others)
