@@ -46,7 +46,7 @@ def test_every_flag_reaches_its_field(service: FakeService):
         "--frequency-penalty 0.5 --repetition-penalty 1.25 --logit-bias 5=-100 --logit-bias 6=2.5 --seed 7 "
         "--max-tokens 9 --min-tokens 2 --stop a --stop b --stop-token-id 4 --stop-token-id 5 --include-stop "
         "--ignore-eos --speculation draft-model --num-draft-tokens 3 --acceptance-rule typical "
-        "--typical-epsilon 0.125 --typical-delta 0.5 --threshold 0.75 --logprobs 2 --prompt-logprobs 0 --n 2 "
+        "--typical-epsilon 0.125 --typical-delta 0.5 --threshold 0.75 --logprobs 2 --prompt-logprobs 0 --json --n 2 "
         "--priority -1 --cache-salt s --request-id id-1 --special-tokens --timeout 20"
     )
     result = run(service, "generate", *flags.split())
@@ -120,6 +120,15 @@ def test_json_is_one_object(service: FakeService):
     assert len(found["logprobs"]) == 12
     assert found["logprobs"][0]["top"] == [{"token_id": STORY[0], "logprob": -0.25}]
     assert "samples" not in found
+
+
+@pytest.mark.parametrize("flag", ["--logprobs", "--prompt-logprobs"])
+def test_what_only_json_can_show_is_refused_without_it(service: FakeService, flag: str):
+    result = run(service, "generate", "--prompt", "hi", flag, "1")
+    assert result.exit_code == 2
+    assert flag in result.stderr
+    assert "--json" in result.stderr
+    assert not service.requests
 
 
 def test_json_of_several_samples_and_no_speculation(service: FakeService):

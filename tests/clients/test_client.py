@@ -213,6 +213,13 @@ async def test_each_code_has_its_class(client, service: FakeService, code, cls):
     assert caught.value.code == code.name
 
 
+async def test_a_call_at_the_wrong_address_says_so(client, service: FakeService):
+    service.script.failures.append(Failure(grpc.StatusCode.UNIMPLEMENTED))
+    with pytest.raises(DraftlineError, match="AdminService has an address of its own") as caught:
+        await client.events("x")
+    assert caught.value.code == "UNIMPLEMENTED"
+
+
 async def test_unavailable_is_tried_again_before_the_first_token(client, service: FakeService):
     service.script.failures.extend([Failure(grpc.StatusCode.UNAVAILABLE)] * 2)
     completion = await client.complete("x", max_tokens=3)

@@ -165,8 +165,11 @@ def from_rpc_error(error: grpc.RpcError) -> DraftlineError:
         may_retry = pushback >= 0
         retry_after = pushback / 1000 if may_retry else retry_after
     cls = _CLASS_OF.get(code, DraftlineError)
+    message = error.details() or code
+    if code == "UNIMPLEMENTED":
+        message += " (this address does not answer such a call; AdminService has an address of its own)"
     return cls(
-        error.details() or code,
+        message,
         code=code,
         reason=reason,
         field_violations=violations,

@@ -65,6 +65,9 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     """Generates text and streams it to stdout; the line of statistics goes to stderr."""
+    for name, value in (("--logprobs", logprobs), ("--prompt-logprobs", prompt_logprobs)):
+        if value is not None and not as_json:
+            raise typer.BadParameter("streamed text has no place for them, give --json too", param_hint=name)
     options = GenerateOptions(
         request_id=request_id,
         temperature=temperature,
