@@ -60,8 +60,8 @@ static void score_pairs(const AttentionBlock& b, int pair0, int groups, Fetcher&
   if constexpr (P <= kTilePairs / 2) {
     for (; g + kWideGroups <= groups; g += kWideGroups) score_tile<P, kWideGroups>(b, pair0, g, fetcher);
   }
-  for (; g + 2 <= groups; g += 2) score_tile<P, 2>(b, pair0, g, fetcher);
-  if (g < groups) score_tile<P, 1>(b, pair0, g, fetcher);
+  for (; g + kTileGroups <= groups; g += kTileGroups) score_tile<P, kTileGroups>(b, pair0, g, fetcher);
+  for (; g < groups; g++) score_tile<P, 1>(b, pair0, g, fetcher);
 }
 
 // Weights 2^(score - maximum) of one pair's visible keys, zero from there to the end of the last group of 16.
@@ -125,8 +125,9 @@ template <int P>
 static void value_pairs(const AttentionBlock& b, int pair0, int begin, int end, bool drop_last, Fetcher& fetcher) {
   const int vectors = static_cast<int>((b.head_dim + 15) / 16);
   int v = 0;
-  for (; v + kTileVectors <= vectors; v += kTileVectors) {
-    value_tile<P, kTileVectors>(b, pair0, begin, end, drop_last, v, fetcher);
+  constexpr int kVectors = P <= kTilePairs / 2 ? kWideVectors : kTileVectors;
+  for (; v + kVectors <= vectors; v += kVectors) {
+    value_tile<P, kVectors>(b, pair0, begin, end, drop_last, v, fetcher);
   }
   for (; v < vectors; v++) value_tile<P, 1>(b, pair0, begin, end, drop_last, v, fetcher);
 }

@@ -8,6 +8,7 @@ namespace dl::avx512 {
 namespace {
 #include "simd_avx512.hpp"
 #include "rows.inl"
+#include "dots.inl"
 #include "linear.inl"
 #include "attention.inl"
 }  // namespace

@@ -7,6 +7,7 @@ namespace dl::portable {
 namespace {
 #include "simd_portable.hpp"
 #include "rows.inl"
+#include "dots.inl"
 #include "linear.inl"
 #include "attention.inl"
 }  // namespace

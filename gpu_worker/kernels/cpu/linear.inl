@@ -62,20 +62,11 @@ struct TileQ4_0 {
 #pragma GCC unroll 2
       for (int h = 0; h < 2; h++) {
         const F d = fload_f16(w + h * 32);
-        Acc4 sum[M];
-        for (int r = 0; r < M; r++) sum[r] = zero4();
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-          const I v = iload(w + 64 + h * 256 + i * 64);
-          const I low = low_nibbles(v), high = high_nibbles(v);
-          for (int r = 0; r < M; r++) {
-            const int8_t* q = x.q[r] + s * 64 + h * 32 + 4 * i;
-            sum[r] = dot4(dot4(sum[r], low, q), high, q + 16);
-          }
-        }
+        I sum[M];
+        nibble_dots<M>(w + 64 + h * 256, x.q, s * 64 + h * 32, sum);
         for (int r = 0; r < M; r++) {
           // offsets are -128 times the sum; the nibbles stand 8 above their value
-          const I dots = iadd(finish4(sum[r]), iset(x.offsets[r][2 * s + h] / 16));
+          const I dots = iadd(sum[r], iset(x.offsets[r][2 * s + h] / 16));
           acc[r] = fma(to_float(dots), fmul(d, fset(x.scales[r][2 * s + h])), acc[r]);
         }
       }
@@ -92,19 +83,10 @@ struct TileQ4_1 {
 #pragma GCC unroll 2
       for (int h = 0; h < 2; h++) {
         const F d = fload_f16(w + h * 32), m = fload_f16(w + 64 + h * 32);
-        Acc4 sum[M];
-        for (int r = 0; r < M; r++) sum[r] = zero4();
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-          const I v = iload(w + 128 + h * 256 + i * 64);
-          const I low = low_nibbles(v), high = high_nibbles(v);
-          for (int r = 0; r < M; r++) {
-            const int8_t* q = x.q[r] + s * 64 + h * 32 + 4 * i;
-            sum[r] = dot4(dot4(sum[r], low, q), high, q + 16);
-          }
-        }
+        I sum[M];
+        nibble_dots<M>(w + 128 + h * 256, x.q, s * 64 + h * 32, sum);
         for (int r = 0; r < M; r++) {
-          acc[r] = fma(to_float(finish4(sum[r])), fmul(d, fset(x.scales[r][2 * s + h])), acc[r]);
+          acc[r] = fma(to_float(sum[r]), fmul(d, fset(x.scales[r][2 * s + h])), acc[r]);
           acc[r] = fma(m, fset(x.sums[r][2 * s + h]), acc[r]);
         }
       }
@@ -123,11 +105,7 @@ struct TileQ8_0 {
         const F d = fload_f16(w + h * 32);
         I sum[M];
         for (int r = 0; r < M; r++) sum[r] = start8(x.offsets[r][2 * s + h]);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
-          const I v = iload(w + 64 + h * 512 + i * 64);
-          for (int r = 0; r < M; r++) sum[r] = dot8(sum[r], v, x.q[r] + s * 64 + h * 32 + 4 * i);
-        }
+        byte_dots<M, 8>(w + 64 + h * 512, x.q, s * 64 + h * 32, sum);
         for (int r = 0; r < M; r++) {
           acc[r] = fma(to_float(sum[r]), fmul(d, fset(x.scales[r][2 * s + h])), acc[r]);
         }
@@ -145,11 +123,7 @@ struct TileW8 {
       fetch_background(x);
       I sum[M];
       for (int r = 0; r < M; r++) sum[r] = start8(x.offsets[r][2 * s] + x.offsets[r][2 * s + 1]);
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; i++) {
-        const I v = iload(w + i * 64);
-        for (int r = 0; r < M; r++) sum[r] = dot8(sum[r], v, x.q[r] + s * 64 + 4 * i);
-      }
+      byte_dots<M, 16>(w, x.q, s * 64, sum);
       for (int r = 0; r < M; r++) acc[r] = fma(to_float(sum[r]), fset(x.scales[r][2 * s]), acc[r]);
     }
   }

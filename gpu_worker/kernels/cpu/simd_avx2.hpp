@@ -1,9 +1,12 @@
 // The vectors of simd_avx512.hpp as two halves of AVX2.
 
-constexpr int kTileRows = 4;
-constexpr int kTilePairs = 2;
-constexpr int kTileVectors = 2;
+// Half of a tile at a time fits 16 registers: see nibble_dots. A pass over keys has 4 x 1 or 2 x 2 accumulators.
+constexpr int kTileRows = 8;
+constexpr int kTilePairs = 4;
+constexpr int kTileVectors = 1;
+constexpr int kTileGroups = 1;
 constexpr int kWideGroups = 2;
+constexpr int kWideVectors = 2;
 
 struct F {
   __m256 a, b;
@@ -11,7 +14,6 @@ struct F {
 struct I {
   __m256i a, b;
 };
-using Acc4 = I;  // 16-bit sums: 8 products of nibble and int8 pairs stay below 2^15
 
 inline F fset(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline F fzero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -96,26 +98,72 @@ inline __m256i spread4(const int8_t* x) {
   __builtin_memcpy(&word, x, 4);
   return _mm256_set1_epi32(word);
 }
-inline Acc4 zero4() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-inline Acc4 dot4(Acc4 acc, I weights, const int8_t* x) {
-  const __m256i spread = spread4(x);
-  return {_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(weights.a, spread)),
-          _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(weights.b, spread))};
+// The halves of the columns one after the other, since the sums of both are more than there are registers: the barrier
+// keeps the compiler from doing both at once, and so do loops that stay loops.
+template <int M>
+inline void nibble_dots_half(const uint8_t* w, const int8_t* const* q, int64_t at, __m256i* sum) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  __m256i acc[M];  // 16-bit sums: 8 products of nibble and int8 pairs stay below 2^15
+#pragma GCC unroll 8
+  for (int r = 0; r < M; r++) acc[r] = _mm256_setzero_si256();
+#pragma GCC unroll 1
+  for (int i = 0; i < 4; i++) {
+    const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + i * 64));
+    const __m256i low = _mm256_and_si256(v, mask), high = _mm256_and_si256(_mm256_srli_epi16(v, 4), mask);
+#pragma GCC unroll 8
+    for (int r = 0; r < M; r++) {
+      const int8_t* x = q[r] + at + 4 * i;
+      acc[r] = _mm256_add_epi16(acc[r], _mm256_maddubs_epi16(low, spread4(x)));
+      acc[r] = _mm256_add_epi16(acc[r], _mm256_maddubs_epi16(high, spread4(x + 16)));
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < M; r++) sum[r] = _mm256_madd_epi16(acc[r], _mm256_set1_epi16(1));
 }
-inline I finish4(Acc4 acc) {
-  const __m256i ones = _mm256_set1_epi16(1);
-  return {_mm256_madd_epi16(acc.a, ones), _mm256_madd_epi16(acc.b, ones)};
+template <int M>
+inline void nibble_dots(const uint8_t* w, const int8_t* const* q, int64_t at, I* sum) {
+  __m256i half[M];
+  nibble_dots_half<M>(w, q, at, half);
+#pragma GCC unroll 8
+  for (int r = 0; r < M; r++) sum[r].a = half[r];
+  asm volatile("" ::: "memory");
+  nibble_dots_half<M>(w + 32, q, at, half);
+#pragma GCC unroll 8
+  for (int r = 0; r < M; r++) sum[r].b = half[r];
 }
 // maddubs saturates on 8-bit weights plus 128, so the weights' sign moves to the activations and no offset is left.
 inline I start8(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-inline __m256i dot8_half(__m256i acc, __m256i biased, __m256i spread) {
-  const __m256i weights = _mm256_xor_si256(biased, _mm256_set1_epi8(-128));
-  const __m256i words = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(spread, weights));
-  return _mm256_add_epi32(acc, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+template <int M, int N>
+inline void byte_dots_half(const uint8_t* w, const int8_t* const* q, int64_t at, __m256i* sum) {
+  const __m256i ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8(-128);
+  __m256i acc[M];
+#pragma GCC unroll 8
+  for (int r = 0; r < M; r++) acc[r] = _mm256_setzero_si256();
+#pragma GCC unroll 1
+  for (int i = 0; i < N; i++) {
+    const __m256i biased = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + i * 64));
+    const __m256i weights = _mm256_xor_si256(biased, flip), size = _mm256_abs_epi8(weights);
+#pragma GCC unroll 8
+    for (int r = 0; r < M; r++) {
+      const __m256i words = _mm256_maddubs_epi16(size, _mm256_sign_epi8(spread4(q[r] + at + 4 * i), weights));
+      const __m256i dots = _mm256_madd_epi16(words, ones);
+      acc[r] = _mm256_add_epi32(acc[r], dots);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < M; r++) sum[r] = acc[r];
 }
-inline I dot8(I acc, I weights, const int8_t* x) {
-  const __m256i spread = spread4(x);
-  return {dot8_half(acc.a, weights.a, spread), dot8_half(acc.b, weights.b, spread)};
+// What start8 gave is zero, and sums begin anew.
+template <int M, int N>
+inline void byte_dots(const uint8_t* w, const int8_t* const* q, int64_t at, I* sum) {
+  __m256i half[M];
+  byte_dots_half<M, N>(w, q, at, half);
+#pragma GCC unroll 8
+  for (int r = 0; r < M; r++) sum[r].a = half[r];
+  asm volatile("" ::: "memory");
+  byte_dots_half<M, N>(w + 32, q, at, half);
+#pragma GCC unroll 8
+  for (int r = 0; r < M; r++) sum[r].b = half[r];
 }
 
 inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }

@@ -3,8 +3,10 @@
 
 constexpr int kTileRows = 12;  // rows per pass over the weights: two accumulators each, in 32 registers
 constexpr int kTilePairs = 6;  // (row, head) pairs per pass over keys or values
-constexpr int kTileVectors = 4;
-constexpr int kWideGroups = 4;  // groups of 16 keys at once where there are few pairs
+constexpr int kTileVectors = 4;  // of values, in such a pass
+constexpr int kTileGroups = 2;   // of 16 keys, in such a pass
+constexpr int kWideGroups = 4;  // the same where there are no more than half as many pairs
+constexpr int kWideVectors = 4;
 
 using F = __m512;
 using I = __m512i;

@@ -3,7 +3,9 @@
 constexpr int kTileRows = 2;
 constexpr int kTilePairs = 1;
 constexpr int kTileVectors = 2;
+constexpr int kTileGroups = 2;
 constexpr int kWideGroups = 1;
+constexpr int kWideVectors = 2;
 
 typedef float F __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
