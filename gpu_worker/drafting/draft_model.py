@@ -20,7 +20,7 @@ from gpu_worker.draft_tree import DraftTree
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
 from gpu_worker.drafting.growth import grow_drafts
-from gpu_worker.drafting.one_call import Grow, drafts_in_one_call
+from gpu_worker.drafting.one_call import OneCall
 from gpu_worker.drafting.tree_growth import CHAINS, TreeShape
 from gpu_worker.kv_pool import PagedPool
 from gpu_worker.models.base import CausalLM, OutputHead
@@ -66,10 +66,11 @@ class DraftModelDrafter:
         self._max_rows = max_rows
         self._shape = shape
         output: OutputHead
-        self._grow: Grow | None = None  # drafts it all in one call
+        self._one_call: OneCall | None = None
         if isinstance(model, NativeCausalLM) and shape.fixed is None:
             output = native = model.output_head(draft_ids)
-            self._grow = partial(model.tree, output=native, token_ids=draft_ids)
+            grow = partial(model.tree, output=native, token_ids=draft_ids)
+            self._one_call = OneCall(grow, pool, recycles=False)
         else:
             output = model.output_head(draft_ids)
         self._choice = ChoiceOfDrafts(output, draft_ids, vocab_size or model.config.vocab_size, sampler)
@@ -114,14 +115,10 @@ class DraftModelDrafter:
         wanted = [self._room(request) for request in requests]
         slots = [request.slot for request in requests]
         hidden = take_rows(self._hidden, slots)
-        draws = self._choice.plain(slots)
-        if self._grow is not None and any(wanted) and draws is not None:
-            tree = drafts_in_one_call(
-                self._table, self._grow, self._pool, slots, wanted, self._shape, draws, hidden, None
-            )
-            return self._remember_fed(slots, tree)
         state = HeadRows(hidden, hidden)
-        tree = grow_drafts(self._table, slots, wanted, self._shape, state, self._expand, self._choice, draws)
+        tree = grow_drafts(
+            self._table, slots, wanted, self._shape, state, self._expand, self._choice, self._one_call
+        )
         return self._remember_fed(slots, tree)
 
     def _remember_fed(self, slots: list[int], tree: DraftTree) -> DraftTree:

@@ -21,7 +21,7 @@ from gpu_worker.draft_tree import DraftTree
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
 from gpu_worker.drafting.growth import grow_drafts
-from gpu_worker.drafting.one_call import drafts_in_one_call
+from gpu_worker.drafting.one_call import OneCall
 from gpu_worker.drafting.tree_growth import CHAINS, TreeShape
 from gpu_worker.forward_batch import ForwardBatch
 from gpu_worker.kv_pool import PagedPool
@@ -67,7 +67,9 @@ class HiddenStateDrafter:
         # One call drafts it all, unless the shape is a fixed one, or keys begin in the middle of a page: published
         # heads do not attend slot 0.
         simple = self._first == 0 and shape.fixed is None
-        self._grow = head.tree if simple and isinstance(head, DraftsInOneCall) else None
+        self._one_call: OneCall | None = None
+        if simple and isinstance(head, DraftsInOneCall):
+            self._one_call = OneCall(head.tree, pool, recycles=True)
         slots, h, size = table.num_slots, config.hidden_size, config.feature_size
 
         def zeros(rows: int, width: int) -> torch.Tensor:
@@ -107,13 +109,9 @@ class HiddenStateDrafter:
         wanted = [self._room(request) for request in requests]
         slots = [request.slot for request in requests]
         state = HeadRows(take_rows(self._recycled, slots), take_rows(self._normed, slots))
-        draws = self._choice.plain(slots)
-        if self._grow is not None and any(wanted) and draws is not None:
-            outputs = (state.normed, state.recycled)
-            return drafts_in_one_call(
-                self._table, self._grow, self._pool, slots, wanted, self._shape, draws, *outputs
-            )
-        return grow_drafts(self._table, slots, wanted, self._shape, state, self._expand, self._choice, draws)
+        return grow_drafts(
+            self._table, slots, wanted, self._shape, state, self._expand, self._choice, self._one_call
+        )
 
     def _room(self, request: DraftRequest) -> int:
         """Draft tokens that this request can get."""

@@ -2,60 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from gpu_worker.draft_tree import DraftTree, tree_of
 from gpu_worker.drafting.tree_growth import TreeShape, confidences
 from gpu_worker.kernels.draft_trees import GrownTrees, TreeStart
 from gpu_worker.kv_pool import PagedPool
+from gpu_worker.models.heads.base import HeadRows
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import PlainDraws
 
-Grow = Callable[[TreeStart, Any], GrownTrees]  # with the pool of the drafter's KV
 
+@dataclass(frozen=True)
+class OneCall:
+    """How the kernels draft for one head or model."""
 
-def drafts_in_one_call(
-    table: RequestTable,
-    grow: Grow,
-    pool: PagedPool,
-    slots: list[int],
-    budgets: list[int],
-    shape: TreeShape,
-    draws: PlainDraws,
-    normed: torch.Tensor,
-    recycled: torch.Tensor | None,
-) -> DraftTree:
-    """tree_growth.grow_trees for slots whose drafts are ranked as `draws` says.
+    grow: Callable[[TreeStart, Any], GrownTrees]
+    pool: PagedPool  # of the drafter's KV, which grow takes
+    recycles: bool  # False: a whole model, which reads nothing but tokens
 
-    normed, recycled [R, h]: the outputs of head or model at each last known token; None where nothing is recycled.
-    """
-    lengths = [int(table.num_tokens[slot]) for slot in slots]
-    pages: list[npt.NDArray[np.int32]] = []
-    indptr = [0]
-    for slot, length, budget in zip(slots, lengths, budgets, strict=True):
-        num_pages = min(-(-(length + budget) // table.page_size), int(table.num_pages[slot]))
-        pages.append(table.pages[slot, :num_pages])
-        indptr.append(indptr[-1] + num_pages)
-    start = TreeStart(
-        hidden=recycled,
-        normed=normed,
-        page_size=table.page_size,
-        lengths=np.array(lengths, dtype=np.int32),
-        page_indptr=np.array(indptr, dtype=np.int32),
-        page_indices=pages[0] if len(pages) == 1 else np.concatenate(pages),
-        budgets=np.array(budgets, dtype=np.int32),
-        max_depth=shape.max_depth,
-        max_children=shape.max_children,
-        least_value=shape.least_value,
-        temperatures=draws.temperatures,
-        seeds=draws.seeds,
-    )
-    grown = grow(start, pool)
-    roots = [int(table.tokens[slot, length - 1]) for slot, length in zip(slots, lengths, strict=True)]
-    sure = [confidences(*of) for of in zip(grown.parents, grown.values, strict=True)]
-    return tree_of(roots, grown.tokens, grown.parents, table.device, sure)
+    def draft(
+        self,
+        table: RequestTable,
+        slots: Sequence[int],
+        budgets: Sequence[int],
+        shape: TreeShape,
+        draws: PlainDraws,
+        state: HeadRows,
+    ) -> DraftTree:
+        """tree_growth.grow_trees for slots whose drafts are ranked as `draws` says."""
+        lengths = [int(table.num_tokens[slot]) for slot in slots]
+        pages: list[npt.NDArray[np.int32]] = []
+        indptr = [0]
+        for slot, length, budget in zip(slots, lengths, budgets, strict=True):
+            num_pages = min(-(-(length + budget) // table.page_size), int(table.num_pages[slot]))
+            pages.append(table.pages[slot, :num_pages])
+            indptr.append(indptr[-1] + num_pages)
+        start = TreeStart(
+            hidden=state.recycled if self.recycles else None,
+            normed=state.normed,
+            page_size=table.page_size,
+            lengths=np.array(lengths, dtype=np.int32),
+            page_indptr=np.array(indptr, dtype=np.int32),
+            page_indices=pages[0] if len(pages) == 1 else np.concatenate(pages),
+            budgets=np.array(budgets, dtype=np.int32),
+            max_depth=shape.max_depth,
+            max_children=shape.max_children,
+            least_value=shape.least_value,
+            temperatures=draws.temperatures,
+            seeds=draws.seeds,
+        )
+        grown = self.grow(start, self.pool)
+        roots = [int(table.tokens[slot, length - 1]) for slot, length in zip(slots, lengths, strict=True)]
+        sure = [confidences(*of) for of in zip(grown.parents, grown.values, strict=True)]
+        return tree_of(roots, grown.tokens, grown.parents, table.device, sure)

@@ -30,14 +30,14 @@ def _compared(
     drafter: HiddenStateDrafter | DraftModelDrafter, seen: list[int], allowed: list[int], rtol: float
 ) -> None:
     """Makes the drafter propose in both ways."""
-    propose, grow = drafter.propose, drafter._grow
-    assert grow is not None
+    propose, one_call = drafter.propose, drafter._one_call
+    assert one_call is not None
 
     def both(requests: Sequence[DraftRequest]) -> DraftTree:
         at_once = propose(requests)
-        drafter._grow = None
+        drafter._one_call = None
         by_level = propose(requests)
-        drafter._grow = grow
+        drafter._one_call = one_call
         assert at_once.host == by_level.host
         assert at_once.confidences is not None
         if by_level.confidences is not None:  # not of chains
