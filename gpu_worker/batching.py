@@ -66,7 +66,7 @@ def build_forward_batch(table: RequestTable, rows: Sequence[SequenceRows]) -> Fo
             qo_indptr=qo_indptr,
             kv_lens=kv_lens.astype(np.int32),
             page_indptr=_indptr(num_pages),
-            page_indices=pages[listed].astype(np.int32),
+            page_indices=pages[listed],
             tree_masks=tuple(row.tree_mask for row in rows),
         ),
     )
@@ -76,10 +76,10 @@ def _of_one(table: RequestTable, row: SequenceRows) -> ForwardBatch:
     """The same for a single sequence, with a third of the operations: alone, a request waits for each of them."""
     num_rows, size, device = row.num_rows, table.page_size, table.device
     end = row.first + num_rows
-    input_ids, positions = (
-        table.tokens[row.slot, row.first : end],
-        table.position_run(row.first, num_rows),
-    )  # views: nobody writes to what a pass reads
+    input_ids = table.tokens[
+        row.slot, row.first : end
+    ]  # a view, as the next one: nobody writes to what a pass reads
+    positions = table.position_run(row.first, num_rows)
     if row.extra_ids:
         input_ids, positions = input_ids.copy(), positions.copy()
         input_ids[row.num_known :] = row.extra_ids

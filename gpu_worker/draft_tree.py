@@ -49,7 +49,7 @@ class DraftTree:
     # How sure the drafter is of each node, given that its parent is right; nothing downstream of a portfolio reads it.
     confidences: npt.NDArray[np.float32] | None = None  # [N], within 0..1, roots 1
     # The nodes as they were given, where the drafter had them on the host.
-    given: HostNodes | None = field(default=None, repr=False, compare=False)
+    host_nodes: HostNodes | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_requests(self) -> int:
@@ -72,8 +72,8 @@ class DraftTree:
     @cached_property
     def shape(self) -> HostShape:
         """The nodes on the host but for their tokens; nothing is read back where `indptr` says it all."""
-        if self.given is not None:
-            return self.given
+        if self.host_nodes is not None:
+            return self.host_nodes
         indptr = self.indptr.tolist()
         if not self.drafts_one_at_most:
             return HostShape(indptr, self.parents.tolist(), self.depths.tolist())
@@ -83,26 +83,17 @@ class DraftTree:
     @cached_property
     def host(self) -> HostNodes:
         """The nodes on the host."""
-        if self.given is not None:
-            return self.given
+        if self.host_nodes is not None:
+            return self.host_nodes
         shape = self.shape
         return HostNodes(shape.indptr, shape.parents, shape.depths, self.tokens.tolist())
 
     def ancestors(self) -> torch.Tensor:
         """[N, N] bool: row i is True at i and at every ancestor of node i (same request only)."""
-        n = self.num_nodes
-        if self.given is not None:
-            visible = np.eye(n, dtype=np.bool_)
-            for node, parent in enumerate(self.given.parents):
-                visible[node] |= visible[parent]  # its row is complete: parents come first
-            return to_device(visible, self.tokens.device)
-        reach = torch.eye(n, dtype=torch.bool, device=self.tokens.device)
-        current = self.parents
-        rows = torch.arange(n, device=self.tokens.device)
-        for _ in range(int(self.depths.max()) if n else 0):
-            reach[rows, current] = True
-            current = self.parents[current]
-        return reach
+        visible = np.eye(self.num_nodes, dtype=np.bool_)
+        for node, parent in enumerate(self.shape.parents):
+            visible[node] |= visible[parent]  # its row is complete: parents come first
+        return to_device(visible, self.tokens.device)
 
     def is_chain(self) -> bool:
         """True if no node of any request has two children: depth counts up along each request's nodes."""
@@ -161,7 +152,7 @@ def tree_of(
         parents=int64_tensor(all_parents, device),
         depths=int64_tensor(depths, device),
         confidences=None if confidences is None else _flattened(confidences),
-        given=HostNodes(indptr, all_parents, depths, all_tokens),
+        host_nodes=HostNodes(indptr, all_parents, depths, all_tokens),
     )
 
 

@@ -34,7 +34,10 @@ class AttentionMetadata:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """Inputs of one forward pass. T rows; `out_slots` is page_id * page_size + offset of each row's own KV."""
+    """Inputs of one forward pass. T rows; `out_slots` is page_id * page_size + offset of each row's own KV.
+
+    Not to be written to, nor kept beyond the pass: they may be views of the request table.
+    """
 
     input_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64, rotary positions (a tree node's is its depth behind the root)

@@ -50,6 +50,7 @@ class RequestTable:
         for slot, tokens in zip(slots.tolist(), token_ids, strict=True):
             first = int(self.num_tokens[slot])
             end = first + len(tokens)
+            assert end <= self.tokens.shape[1], "the scheduler ends sequences at the context limit"
             self.tokens[slot, first:end] = tokens
             self.num_tokens[slot] = end
 
@@ -84,7 +85,7 @@ class RequestTable:
         return result
 
     def kv_run(self, slot: int, first: int, count: int) -> Int64Array:
-        """[count] kv_slots of the positions first, first + 1, ... of one sequence (a view)."""
+        """[count] kv_slots of the positions first, first + 1, ... of one sequence (a view; do not write to it)."""
         return self._kv_slots[slot, first : first + count]
 
     def position_run(self, first: int, count: int) -> Int64Array:

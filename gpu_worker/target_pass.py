@@ -50,7 +50,7 @@ class TargetForward:
         self._table = table
 
     def run(self, step: Step, layers: tuple[int, ...]) -> TargetPass:
-        """The target's pass over all rows; drafts are taken from where they are, on the device."""
+        """The target's pass over all rows; drafts that only the device knows are taken from there."""
         batch, tree = build_forward_batch(self._table, self._layout(step)), step.tree
         qo_indptr = batch.attention.qo_indptr
         at: torch.Tensor | None = None  # rows of the tree's nodes; None: the rows are the nodes
@@ -58,7 +58,7 @@ class TargetForward:
             nodes = np.diff(tree.indptr)
             shifts = qo_indptr[1:][step.sampling] - tree.indptr[1:]  # a request's nodes are its last rows
             at = to_device(np.arange(tree.num_nodes) + np.repeat(shifts, nodes), self._table.device)
-        if tree.has_drafts and tree.given is None:
+        if tree.has_drafts and tree.host_nodes is None:
             ids = tree.tokens if at is None else batch.input_ids.index_copy(0, at, tree.tokens)
             batch = replace(batch, input_ids=ids)
         hidden, captured = self._target.forward_capturing(
@@ -86,7 +86,9 @@ class TargetForward:
                 starts[i],
                 1,
                 # Drafts that are on the device alone are put there by run.
-                (0,) * (end - begin - 1) if tree.given is None else tuple(tree.given.tokens[begin + 1 : end]),
+                (0,) * (end - begin - 1)
+                if tree.host_nodes is None
+                else tuple(tree.host_nodes.tokens[begin + 1 : end]),
                 tuple(starts[i] + depth for depth in depths[begin + 1 : end]),
                 None if ancestors is None else ancestors[begin:end, begin:end],
             )

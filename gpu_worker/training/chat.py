@@ -56,6 +56,11 @@ class ChatTemplate:
         """Ids of a conversation that ends with a user's turn, up to where the answer begins."""
         return self._encode(self._render(messages, answer=True))
 
+    def has_control_tokens(self, text: str) -> bool:
+        """Whether the text would become more than a turn's content: it spells a token that structures conversations."""
+        tokens = self._tokenizer.added_tokens_decoder.values()
+        return any(token.special and token.content in text for token in tokens)
+
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of ids without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

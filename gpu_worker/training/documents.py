@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -65,15 +66,15 @@ class Passage:
 def read_passages(directory: Path) -> list[Passage]:
     """All passages of the text, Markdown, HTML and source files below `directory`, in order of path.
 
-    Files that are no UTF-8 or larger than 4 MiB are left out. Raises TrainingError naming a directory that cannot be
-    read or has no passage of at least 200 characters.
+    Files that cannot be read, are no UTF-8 or larger than 4 MiB are left out. Raises TrainingError naming a directory
+    that does not exist or has no passage of at least 200 characters.
     """
     if not directory.is_dir():
         raise TrainingError(f"documents {directory}: no such directory")
     passages: dict[Passage, None] = {}  # in order, without repeats
     for path in sorted(directory.rglob("*")):
         suffix = path.suffix.lower()
-        if (suffix in _PROSE or suffix in _CODE) and path.is_file():
+        if suffix in _PROSE or suffix in _CODE:
             passages |= dict.fromkeys(_of_file(path, suffix))
     if not passages:
         known = " ".join(sorted([*_PROSE, *_CODE]))
@@ -109,36 +110,51 @@ class DocumentPrompts:
 
 
 def _of_file(path: Path, suffix: str) -> Iterator[Passage]:
-    if path.stat().st_size > _MAX_FILE_BYTES:
-        return
     try:
+        if not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
+            return
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return
-    if suffix in _CODE:
+    kind = _CODE.get(suffix, "")
+    if kind:
         # Blank lines before something that begins in the first column: mostly between definitions.
-        yield from _passages(re.split(r"\n\s*\n(?=\S)", text), "\n\n", _CODE[suffix])
-        return
-    if suffix in (".html", ".htm"):
-        text = _text_of_html(text)
-    paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text)]
-    yield from _passages(paragraphs, "\n", "")
+        pieces = re.split(r"\n\s*\n(?=\S)", text)
+    elif suffix in (".html", ".htm"):
+        pieces = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", _text_of_html(text))]
+    else:
+        pieces = re.split(r"\n\s*\n", text)
+    yield from (Passage(passage, kind) for passage in _passages(pieces))
 
 
-def _passages(pieces: Sequence[str], between: str, kind: str) -> Iterator[Passage]:
-    """Neighbouring pieces together as long as they fit; pieces that are too long for a passage are left out."""
+def _passages(pieces: Sequence[str]) -> Iterator[str]:
+    """Neighbouring pieces together as long as they fit; longer ones are cut at lines, and their end goes on."""
     least, most = _PASSAGE_CHARS
     held = ""
-    for piece in (piece.strip("\n") for piece in pieces):
-        together = f"{held}{between}{piece}" if held else piece
-        if len(together) <= most:
-            held = together
+    for piece in pieces:
+        rest = "\n".join(line.rstrip() for line in piece.splitlines()).strip("\n")
+        if not rest:
             continue
-        if len(held) >= least:
-            yield Passage(held, kind)
-        held = piece if len(piece) <= most else ""
+        together = f"{held}\n\n{rest}" if held else rest
+        if len(together) > most:
+            if len(held) >= least:
+                yield held
+            *parts, together = _cut(rest, most)
+            yield from (part for part in parts if len(part) >= least)
+        held = together
     if len(held) >= least:
-        yield Passage(held, kind)
+        yield held
+
+
+def _cut(text: str, most: int) -> list[str]:
+    """Parts of at most `most` characters: whole lines, unless one alone is longer; that is cut between words."""
+    parts = [""]
+    for line in text.split("\n"):
+        for piece in [line] if len(line) <= most else textwrap.wrap(line, most):
+            if len(parts[-1]) + 1 + len(piece) > most:
+                parts.append("")
+            parts[-1] = f"{parts[-1]}\n{piece}" if parts[-1] else piece
+    return parts
 
 
 def _phrase(passage: Passage, rng: random.Random) -> str:
@@ -151,10 +167,12 @@ def _phrase(passage: Passage, rng: random.Random) -> str:
 class _HTMLText(HTMLParser):
     """Collects what a reader would see; block elements end a paragraph."""
 
-    _HIDDEN = frozenset({"script", "style", "head", "nav", "pre"})
-    _BLOCKS = frozenset(
-        {"p", "div", "li", "h1", "h2", "h3", "h4", "td", "section", "article", "br", "dd", "dt"}
-    )
+    # Elements that cannot be left open; the layout of `pre` would be lost with the line breaks.
+    _HIDDEN = frozenset({"script", "style", "title", "nav", "pre"})
+    _BLOCKS = frozenset({
+        "p", "div", "section", "article", "blockquote", "br", "h1", "h2", "h3", "h4", "h5", "h6", "li", "ul", "ol", "dd",
+        "dt", "table", "caption", "tr", "td", "th",
+    })  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,12 +35,13 @@ class SynthesisSettings:
     max_prompt_tokens: int = 320
     max_answer_tokens: int = 448
     greedy_share: float = 0.6  # of the answers; the others are sampled
-    second_turn_share: float = 0.25  # of the conversations go on for a second prompt and answer
+    # Of the conversations that the target begins itself; those about documents have one turn, and nobody quotes them.
+    second_turn_share: float = 0.25  # go on for a second prompt and answer
     opening_share: float = (
         0.75  # of users' turns begin as openings.py says; the others are the target's alone
     )
-    quoting_share: float = 0.15  # of the conversations are followed by one that quotes their answer
-    document_share: float = 0.5  # of the conversations are about documents, where there are any
+    quoting_share: float = 0.15  # are followed by one that quotes their answer
+    document_share: float = 0.5  # of all conversations are about documents, where there are any
     prompt_temperature: float = 0.8  # at 1 a small model's prompts fall apart
     answer_temperature: float = 1.0  # of the answers that are sampled
     top_k: int = 100  # noise for the whole vocabulary would cost more than the model's own step
@@ -80,7 +81,7 @@ class _Shard:
 
 
 class Synthesizer:
-    """Writes one shard after the other; a shard depends on the seed and its own number alone."""
+    """Writes one shard after the other; a shard depends on the settings, what is given, and its own number alone."""
 
     def __init__(
         self,
@@ -164,13 +165,16 @@ class Synthesizer:
         self._submit(shard, draft, self._prompt_request(draft), owners)
 
     def _start_with_document(self, shard: _Shard, owners: dict[int, _Shard]) -> bool:
-        """Begins a conversation about a document; False where it is one without, or the text is too long."""
+        """Begins a conversation about a document; False where it is to be one without, or no use of this text."""
         if self._documents is None:
             return False
         draft = self._draft(shard)
         if draft.rng.random() >= self._settings.document_share:
             return False
-        draft.given = [self._documents.draw(draft.rng)]
+        text = self._documents.draw(draft.rng)
+        if not self._is_new(shard, text) or self._chat.has_control_tokens(text):
+            return False
+        draft.given = [text]
         return self._ask(shard, draft, owners)
 
     def _quote(self, shard: _Shard, quoted: _Draft, owners: dict[int, _Shard]) -> None:
@@ -225,15 +229,20 @@ class Synthesizer:
                     self._quote(shard, draft, owners)
             return
         text = (draft.opening.rstrip(" ") + self._chat.text(generation.token_ids)).strip()
-        digest = hashlib.blake2b(text.lower().encode(), digest_size=16).digest()
-        if generation.ended and len(text) >= _MIN_PROMPT_CHARS and digest not in shard.seen:
-            shard.seen.add(digest)
+        if generation.ended and len(text) >= _MIN_PROMPT_CHARS and self._is_new(shard, text):
             draft.messages.append(Message(role="user", content=text))
             self._submit(shard, draft, self._answer_request(draft), owners)
         elif draft.answers:
             self._finish(shard, draft)
         elif not draft.serial[1]:
             self._start(shard, owners)
+
+    def _is_new(self, shard: _Shard, prompt: str) -> bool:
+        """Whether the shard has no such prompt yet; it has from now on."""
+        digest = hashlib.blake2b(prompt.lower().encode(), digest_size=16).digest()
+        known = digest in shard.seen
+        shard.seen.add(digest)
+        return not known
 
     def _take_answer(self, draft: _Draft, generation: Generation) -> None:
         start = len(generation.request.token_ids)

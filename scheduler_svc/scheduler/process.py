@@ -157,7 +157,7 @@ class SchedulerProcess:
         waits = []
         if self._scheduler is not None:
             if self._scheduler.num_steps_in_flight:
-                waits.append(_HEARTBEAT_CHECK_SECONDS)
+                waits.append(self._next_heartbeat_check - time.monotonic())
             if self._scheduler.next_deadline is not None:
                 waits.append(self._scheduler.next_deadline - time.time())
         if self._drain_until is not None:

@@ -83,11 +83,6 @@ inline void istore8(int8_t* p, I x) {
   const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
-inline I low_nibbles(I x) {
-  const __m256i mask = _mm256_set1_epi8(15);
-  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
-}
-inline I high_nibbles(I x) { return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
 inline F fload_f16(const uint8_t* p) {
   const auto* q = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
@@ -138,7 +133,7 @@ inline void byte_dots_half(const uint8_t* w, const int8_t* const* q, int64_t at,
   const __m256i ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8(-128);
   __m256i acc[M];
 #pragma GCC unroll 8
-  for (int r = 0; r < M; r++) acc[r] = _mm256_setzero_si256();
+  for (int r = 0; r < M; r++) acc[r] = sum[r];
 #pragma GCC unroll 1
   for (int i = 0; i < N; i++) {
     const __m256i biased = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + i * 64));
@@ -153,13 +148,16 @@ inline void byte_dots_half(const uint8_t* w, const int8_t* const* q, int64_t at,
 #pragma GCC unroll 8
   for (int r = 0; r < M; r++) sum[r] = acc[r];
 }
-// What start8 gave is zero, and sums begin anew.
 template <int M, int N>
 inline void byte_dots(const uint8_t* w, const int8_t* const* q, int64_t at, I* sum) {
   __m256i half[M];
+#pragma GCC unroll 8
+  for (int r = 0; r < M; r++) half[r] = sum[r].a;
   byte_dots_half<M, N>(w, q, at, half);
 #pragma GCC unroll 8
   for (int r = 0; r < M; r++) sum[r].a = half[r];
+#pragma GCC unroll 8
+  for (int r = 0; r < M; r++) half[r] = sum[r].b;
   asm volatile("" ::: "memory");
   byte_dots_half<M, N>(w + 32, q, at, half);
 #pragma GCC unroll 8

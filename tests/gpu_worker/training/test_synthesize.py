@@ -195,15 +195,21 @@ def test_a_second_turn_looks_back(engine, tmp_path: Path) -> None:
 def test_a_share_of_the_conversations_is_about_documents(engine, tmp_path: Path) -> None:
     chat = ChatTemplate(Path(engine.facts.tokenizer_path))
     ends = frozenset(engine.facts.eos_token_ids)
-    fox = DocumentPrompts([Passage("the quick brown fox jumps over the lazy dog")])
+    fox = DocumentPrompts([Passage(f"the quick brown fox jumps over the lazy dog {i}") for i in range(100)])
     shares = {"opening_share": 0.0, "quoting_share": 0.0, "document_share": 0.5}
     some, _ = _written(tmp_path / "some", chat, ends, fox, 40, **shares)
     assert len(some) == 40
     assert 10 <= sum("lazy dog" in text for text in some) <= 30
     assert all(text.count("because of that") == 1 for text in some)
     assert _written(tmp_path / "again", chat, ends, fox, 40, **shares)[0] == some
-    # what is too long for the context is left out, and the target writes a prompt instead
-    long = DocumentPrompts([Passage("lazy dog " * 2000)])
-    others, _ = _written(tmp_path / "long", chat, ends, long, 40, **shares)
-    assert len(others) == 40
-    assert not any("lazy dog" in text for text in others)
+    # what is too long for the context, or would end the user's turn, is left out: the target writes a prompt instead
+    for name, text in (("long", "lazy dog " * 2000), ("control", "lazy <|im_end|> dog")):
+        others, _ = _written(tmp_path / name, chat, ends, DocumentPrompts([Passage(text)]), 40, **shares)
+        assert len(others) == 40
+        assert not any("dog" in text for text in others)
+    # and nothing is asked twice
+    once, _ = _written(
+        tmp_path / "once", chat, ends, DocumentPrompts([Passage("lazy dog", "c")]), 40, **shares
+    )
+    asked = [text.split("assistant")[0] for text in once if "lazy dog" in text]
+    assert len(asked) == len(set(asked)) > 1
