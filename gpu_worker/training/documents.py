@@ -170,8 +170,8 @@ class _HTMLText(HTMLParser):
     # Elements that cannot be left open; the layout of `pre` would be lost with the line breaks.
     _HIDDEN = frozenset({"script", "style", "title", "nav", "pre"})
     _BLOCKS = frozenset({
-        "p", "div", "section", "article", "blockquote", "br", "h1", "h2", "h3", "h4", "h5", "h6", "li", "ul", "ol", "dd",
-        "dt", "table", "caption", "tr", "td", "th",
+        "p", "div", "section", "article", "blockquote", "br", "h1", "h2", "h3", "h4", "h5", "h6", "li", "ul", "ol",
+        "dd", "dt", "table", "caption", "tr", "td", "th",
     })  # fmt: skip
 
     def __init__(self) -> None:
