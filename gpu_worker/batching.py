@@ -76,9 +76,8 @@ def _of_one(table: RequestTable, row: SequenceRows) -> ForwardBatch:
     """The same for a single sequence, with a third of the operations: alone, a request waits for each of them."""
     num_rows, size, device = row.num_rows, table.page_size, table.device
     end = row.first + num_rows
-    input_ids = table.tokens[
-        row.slot, row.first : end
-    ]  # a view, as the next one: nobody writes to what a pass reads
+    # Views: nobody writes to what a pass reads.
+    input_ids = table.tokens[row.slot, row.first : end]
     positions = table.position_run(row.first, num_rows)
     if row.extra_ids:
         input_ids, positions = input_ids.copy(), positions.copy()

@@ -81,14 +81,14 @@ class TargetForward:
             if end - begin == 1:
                 continue
             assert rows[i].num_query == 1, "only decode rows draft"
+            drafts = (0,) * (end - begin - 1)  # run puts those there that only the device knows
+            if tree.host_nodes is not None:
+                drafts = tuple(tree.host_nodes.tokens[begin + 1 : end])
             sequences[i] = SequenceRows(
                 rows[i].slot,
                 starts[i],
                 1,
-                # Drafts that are on the device alone are put there by run.
-                (0,) * (end - begin - 1)
-                if tree.host_nodes is None
-                else tuple(tree.host_nodes.tokens[begin + 1 : end]),
+                drafts,
                 tuple(starts[i] + depth for depth in depths[begin + 1 : end]),
                 None if ancestors is None else ancestors[begin:end, begin:end],
             )

@@ -1,11 +1,11 @@
 // Vectors of 16 floats or integers on AVX-512 with VNNI, and with BF16 where the translation unit is compiled for it.
 // Included inside the namespace of one instruction set; simd_avx2.hpp and simd_portable.hpp offer the same names.
 
-constexpr int kTileRows = 12;  // rows per pass over the weights: two accumulators each, in 32 registers
-constexpr int kTilePairs = 6;  // (row, head) pairs per pass over keys or values
+constexpr int kTileRows = 12;    // rows per pass over the weights: two accumulators each, in 32 registers
+constexpr int kTilePairs = 6;    // (row, head) pairs per pass over keys or values
 constexpr int kTileVectors = 4;  // of values, in such a pass
 constexpr int kTileGroups = 2;   // of 16 keys, in such a pass
-constexpr int kWideGroups = 4;  // the same where there are no more than half as many pairs
+constexpr int kWideGroups = 4;   // the same where there are no more than half as many pairs
 constexpr int kWideVectors = 4;
 
 using F = __m512;
