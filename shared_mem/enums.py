@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 
 class SpeculationMethod(enum.IntEnum):
@@ -26,6 +27,10 @@ class SpeculationMethod(enum.IntEnum):
     def bit(self) -> int:
         """The method's bit in a mask of methods (Admission.methods)."""
         return 1 << self.value
+
+    def followers(self, loaded: Iterable[SpeculationMethod]) -> frozenset[SpeculationMethod]:
+        """Whose drafters follow a sequence admitted with this method: a portfolio may choose any in any step."""
+        return frozenset(loaded if self is SpeculationMethod.PORTFOLIO else {self})
 
     @classmethod
     def from_label(cls, label: str) -> SpeculationMethod:

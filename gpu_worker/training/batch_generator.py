@@ -179,7 +179,7 @@ class BatchGenerator:
                 0,
                 0,
                 request.sampling,
-                _followers(request.method),
+                sum(method.bit for method in request.method.followers(SpeculationMethod)),
             )
         )
         first = slot * self._pages_per_slot
@@ -208,9 +208,3 @@ class BatchGenerator:
         self._free.append(row.slot)
         self._releases.append(SlotRelease(row.slot, running.epoch))
         return Generation(request, tuple(running.generated), ended, tuple(running.steps))
-
-
-def _followers(method: SpeculationMethod) -> int:
-    """Bit mask of the drafters that may draft for a request: a portfolio chooses among all that are loaded."""
-    methods = SpeculationMethod if method is SpeculationMethod.PORTFOLIO else (method,)
-    return sum(each.bit for each in methods)

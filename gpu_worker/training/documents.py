@@ -98,15 +98,13 @@ class DocumentPrompts:
             lines = passage.text.splitlines()
             half = "\n".join(lines[: max(1, len(lines) // 2)])
             return rng.choice(_ABOUT_CODE).format(kind=passage.kind, text=passage.text, half=half)
-        if len(self._prose) > 1 and rng.random() < len(_ABOUT_PASSAGES) / (
-            len(_ABOUT_PASSAGES) + len(_ABOUT_PROSE)
-        ):
-            count = rng.randint(2, min(_MAX_PASSAGES_AT_ONCE, len(self._prose)))
-            some = rng.sample(self._prose, count)
-            texts = "\n\n".join(f"[{number}] {each.text}" for number, each in enumerate(some, start=1))
-            return rng.choice(_ABOUT_PASSAGES).format(texts=texts, phrase=_phrase(rng.choice(some), rng))
-        task = rng.choice(_ABOUT_PROSE)
-        return task.format(text=passage.text, language=rng.choice(_LANGUAGES), phrase=_phrase(passage, rng))
+        task = rng.choice((*_ABOUT_PROSE, *_ABOUT_PASSAGES))
+        some = [passage]
+        if task in _ABOUT_PASSAGES:
+            some = rng.sample(self._prose, min(len(self._prose), rng.randint(2, _MAX_PASSAGES_AT_ONCE)))
+        texts = "\n\n".join(f"[{number}] {each.text}" for number, each in enumerate(some, start=1))
+        phrase = _phrase(rng.choice(some), rng)
+        return task.format(text=some[0].text, texts=texts, language=rng.choice(_LANGUAGES), phrase=phrase)
 
 
 def _of_file(path: Path, suffix: str) -> Iterator[Passage]:

@@ -67,10 +67,8 @@ class FixedSpeculation:
         self._drafters = drafters
 
     def followers(self, method: SpeculationMethod) -> frozenset[SpeculationMethod]:
-        """The method itself; of a portfolio every loaded one, since each may be chosen in any step."""
-        if method not in self._drafters:
-            return frozenset()
-        return frozenset(self._drafters if method is SpeculationMethod.PORTFOLIO else {method})
+        """See SpeculationMethod.followers; nobody's where the method is not loaded."""
+        return method.followers(self._drafters) if method in self._drafters else frozenset()
 
     def decide(self, facts: SpeculationFacts) -> SpeculationDecision:
         """See SpeculationPolicy.decide."""
