@@ -56,6 +56,18 @@ class ChatTemplate:
         """Ids of a conversation that ends with a user's turn, up to where the answer begins."""
         return self._encode(self._render(messages, answer=True))
 
+    def answered(self, messages: Sequence[Message]) -> tuple[list[int], int] | None:
+        """Ids of a conversation that ends with an answer, up to the token that ends it, and where the answer begins.
+
+        None where the template gives the answer other tokens before it than `prompt` does. The texts must be without
+        control tokens.
+        """
+        prompt = self.prompt(messages[:-1])
+        ids = self._encode(self._render(messages, answer=False))
+        start = len(prompt)
+        end = next((i for i in range(start, len(ids)) if ids[i] in self._tokenizer.all_special_ids), 0)
+        return (ids[: end + 1], start) if ids[:start] == prompt and end else None
+
     def has_control_tokens(self, text: str) -> bool:
         """Whether the text would become more than a turn's content: it spells a token that structures conversations."""
         tokens = self._tokenizer.added_tokens_decoder.values()

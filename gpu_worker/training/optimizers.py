@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from gpu_worker.training.muon import Muon
 from gpu_worker.training.parallel import sharded_like
 
 OptimizerKind = Literal["muon", "adamw"]
@@ -18,45 +18,11 @@ PEAK_RATES: dict[OptimizerKind, float] = {"muon": 5e-3, "adamw": 1e-3}
 _ADAM_RATE_BESIDE_MUON = 0.2  # of Muon's: for norms, biases and output rows
 
 
-class ShardedMuon(torch.optim.Muon):
-    """Muon over DTensors: momentum is a shard, like the parameter; a matrix is whole only while it is orthogonalised.
-
-    Every process orthogonalises every matrix, as replicas do, one after the other.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update; closure is not called."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                state, weight = self.state[parameter], group["momentum"]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(gradient)
-                state["momentum_buffer"].lerp_(gradient, 1 - weight)
-                mixed = gradient.lerp(state["momentum_buffer"], weight)
-                update = _orthogonalised(mixed.full_tensor(), group)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(sharded_like(update, parameter))
-
-
-def _orthogonalised(whole: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """The update that torch's Muon makes of a gradient: what a step without momentum and decay adds to zero."""
-    update = nn.Parameter(torch.zeros_like(whole))
-    update.grad = whole
-    same = {name: group[name] for name in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
-    torch.optim.Muon([update], weight_decay=0.0, momentum=0.0, nesterov=False, **same).step()  # type: ignore[no-untyped-call]
-    return update.detach()
-
-
 class Optimizers:
-    """Muon (https://kellerjordan.github.io/posts/muon/) needs matrices that mix features; the others take AdamW.
+    """Muon needs matrices that mix features; the others take AdamW.
 
     Muon's update has all its singular values near one, so that a head which starts from random weights soon uses all
-    directions of its input instead of the loudest few; with the scale of `match_rms_adamw` (arXiv 2502.16982, section
-    2.2) its rates and weight decay mean what AdamW's do.
+    directions of its input instead of the loudest few; its rates and weight decay mean what AdamW's do.
     """
 
     def __init__(self, module: nn.Module, kind: OptimizerKind, peak_rate: float, weight_decay: float) -> None:
@@ -72,10 +38,7 @@ class Optimizers:
         self._parts: list[torch.optim.Optimizer] = []
         rate = peak_rate
         if mixing:
-            muon = ShardedMuon if isinstance(mixing[0], DTensor) else torch.optim.Muon
-            self._parts.append(
-                muon(mixing, lr=peak_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-            )
+            self._parts.append(Muon(mixing, lr=peak_rate, weight_decay=weight_decay))
             rate *= _ADAM_RATE_BESIDE_MUON
         # Norm weights and biases are not decayed: they have no scale to keep small.
         groups = [

@@ -18,6 +18,7 @@ from pathlib import Path
 from gpu_worker.training.batch_generator import BatchGenerator, Generation, GenerationRequest
 from gpu_worker.training.chat import ChatTemplate, Message
 from gpu_worker.training.conversations import Conversation, shard_path, write_shard
+from gpu_worker.training.document_answers import AnsweredTurn
 from gpu_worker.training.documents import DocumentPrompts
 from gpu_worker.training.openings import first_opening, later_opening, quoting_opening
 from shared_mem.records import SamplingRecord
@@ -42,6 +43,7 @@ class SynthesisSettings:
     )
     quoting_share: float = 0.15  # are followed by one that quotes their answer
     document_share: float = 0.5  # of all conversations are about documents, where there are any
+    answered_share: float = 0.0  # of those have an answer that the document gives (document_answers.py)
     prompt_temperature: float = 0.8  # at 1 a small model's prompts fall apart
     answer_temperature: float = 1.0  # of the answers that are sampled
     top_k: int = 100  # noise for the whole vocabulary would cost more than the model's own step
@@ -171,11 +173,29 @@ class Synthesizer:
         draft = self._draft(shard)
         if draft.rng.random() >= self._settings.document_share:
             return False
+        if draft.rng.random() < self._settings.answered_share:
+            return self._add_answered(shard, draft, self._documents.draw_answered(draft.rng))
         text = self._documents.draw(draft.rng)
         if not self._is_new(shard, text) or self._chat.has_control_tokens(text):
             return False
         draft.given = [text]
         return self._ask(shard, draft, owners)
+
+    def _add_answered(self, shard: _Shard, draft: _Draft, turn: AnsweredTurn | None) -> bool:
+        """Adds a whole conversation to its shard; False where it is of no use, or too long."""
+        if turn is None or not self._is_new(shard, turn.prompt):
+            return False
+        if self._chat.has_control_tokens(turn.prompt + turn.answer):
+            return False
+        found = self._chat.answered(
+            [Message(role="user", content=turn.prompt), Message(role="assistant", content=turn.answer)]
+        )
+        if found is None or len(found[0]) > self._settings.max_context_tokens:
+            return False
+        draft.token_ids, start = found
+        draft.answers, draft.greedy = [(start, len(draft.token_ids))], False
+        self._finish(shard, draft)
+        return True
 
     def _quote(self, shard: _Shard, quoted: _Draft, owners: dict[int, _Shard]) -> None:
         """Begins one more conversation, whose prompt is long: it quotes the first answer of another."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import typer
 
+from gpu_worker.layers.linear import ACTIVATION_DTYPES
 from gpu_worker.models.heads.config import HeadKind
 from gpu_worker.training.batches import DraftVocabulary
 from gpu_worker.training.checkpoint import RunData, read_checkpoint
@@ -34,9 +35,8 @@ from gpu_worker.training.parallel import PARALLEL_KINDS, ParallelKind, whole_par
 from gpu_worker.training.recipes import DRAFT_MODEL, KINDS, Recipe, reads, recipe
 from gpu_worker.training.starting_head import StartingHead
 from gpu_worker.training.training_log import Measures
+from gpu_worker.weights.loader import resolve_dtype
 from gpu_worker.weights.resolve import resolve_model
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def fit(
@@ -66,7 +66,9 @@ def fit(
     parallel: Annotated[
         str, typer.Option(help="Under torchrun: ddp (each process holds everything) or fsdp (a share of it).")
     ] = "ddp",
-    precision: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    precision: Annotated[
+        str, typer.Option(help="bfloat16, float32, or auto: bfloat16 where the processor multiplies it.")
+    ] = "auto",
     seed: int = 1,
     validate_every: Annotated[int, typer.Option(min=1, help="Steps.")] = 250,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps.")] = 100,
@@ -100,7 +102,8 @@ def fit(
     )
     if start_from and kind == DRAFT_MODEL:
         raise TrainingError(f"start_from: {start_from!r}, a draft model starts from the target's layers")
-    dtype = _DTYPES[_one_of("precision", precision, list(_DTYPES))]
+    named = _one_of("precision", precision, ["auto", "bfloat16", "float32"])
+    dtype = ACTIVATION_DTYPES[resolve_dtype(named, "cpu")]
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     keep_freed_memory()
     run = _Run(

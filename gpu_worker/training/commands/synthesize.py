@@ -12,8 +12,9 @@ from gpu_worker.engine import build_engine
 from gpu_worker.training.batch_generator import BatchGenerator
 from gpu_worker.training.chat import ChatTemplate
 from gpu_worker.training.commands.options import DATA, Conversations, Meter, Target, Threads
-from gpu_worker.training.documents import DocumentPrompts, read_passages
+from gpu_worker.training.documents import DocumentPrompts
 from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.passages import MAX_PASSAGE_CHARS, read_passages
 from gpu_worker.training.prompts import read_prompts
 from gpu_worker.training.synthesize import SynthesisSettings, Synthesizer
 
@@ -36,6 +37,15 @@ def synthesize(
     document_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the conversations that are about documents.")
     ] = 0.5,
+    answered_share: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Share of those whose answer is taken from the document: costs nothing."
+        ),
+    ] = 0,
+    max_passage_chars: Annotated[
+        int, typer.Option(min=200, help="Length of a document's longest passages: what prompts cost.")
+    ] = MAX_PASSAGE_CHARS,
     dtype: Annotated[
         str, typer.Option(help="Precision of the target: what it will be served with.")
     ] = "auto",
@@ -60,7 +70,7 @@ def synthesize(
     if prompts and documents:
         raise TrainingError("--documents: of no use beside --prompts, which gives every prompt already")
     given = read_prompts(prompts.expanduser()) if prompts else None
-    about = DocumentPrompts(read_passages(documents.expanduser())) if documents else None
+    about = DocumentPrompts(read_passages(documents.expanduser(), max_passage_chars)) if documents else None
     settings = SynthesisSettings(
         count if given is None else min(count, len(given)),
         shard_size=shard_size,
@@ -71,6 +81,7 @@ def synthesize(
         opening_share=openings,
         quoting_share=quoting,
         document_share=document_share,
+        answered_share=answered_share,
     )
     context = settings.max_context_tokens
     num_pages = batch * -(-(context + 1) // _PAGE_SIZE)

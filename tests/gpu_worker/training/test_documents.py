@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from gpu_worker.training import documents
-from gpu_worker.training.documents import DocumentPrompts, Passage, read_passages
+from gpu_worker.training.document_answers import answered_turn
+from gpu_worker.training.documents import DocumentPrompts
 from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.passages import Passage, read_passages
 
 _SENTENCE = "In 1843 Ada Lovelace wrote Note G for the Analytical Engine of Charles Babbage. "
 
@@ -51,6 +53,12 @@ def test_passages_are_whole_and_of_a_bounded_length(library: Path) -> None:
     assert sum(text.count("def ") for text in code) == 40
 
 
+def test_passages_may_be_shorter(library: Path) -> None:
+    passages = read_passages(library, 320)
+    assert all(200 <= len(passage.text) <= 320 for passage in passages)
+    assert len(passages) > len(read_passages(library))
+
+
 def test_a_prompt_holds_its_passage_and_depends_on_the_rng_alone(library: Path) -> None:
     passages = read_passages(library)
     prompts = DocumentPrompts(passages)
@@ -89,3 +97,60 @@ def test_long_pieces_are_cut_at_lines(tmp_path: Path) -> None:
     (tmp_path / "long.py").write_text("class Long:\n" + "\n".join(lines), encoding="utf-8")
     text = "\n".join(passage.text for passage in read_passages(tmp_path))
     assert sum(line in text for line in lines) > 290
+
+
+_PROSE = Passage(
+    "Ada Lovelace met Charles Babbage in London. She wrote notes about the Analytical Engine. They hold a program for"
+    " Bernoulli numbers. Many call her the first programmer."
+)
+_CODE = Passage(
+    "def total(values):\n    found = 0\n    for value in values:\n        found = found + value\n    return found",
+    "python",
+)
+
+
+def test_answers_are_made_of_the_passage(library: Path) -> None:
+    answered = set()
+    for seed in range(200):
+        turn = answered_turn(_PROSE, random.Random(seed))
+        assert turn == answered_turn(_PROSE, random.Random(seed))
+        if turn is not None:
+            answered.add(turn.prompt.split(_PROSE.text[:40])[0])
+            words = re.findall(r"[A-Z]\w+", turn.answer)
+            lead = {"About", "The"}  # of a quotation
+            assert all(word in _PROSE.text or word in lead for word in words)
+            assert "{" not in turn.prompt + turn.answer
+    assert len(answered) >= 10  # tasks of several kinds
+    prompts = DocumentPrompts(read_passages(library))
+    assert all(prompts.draw_answered(random.Random(seed)) is not None for seed in range(50))
+
+
+def test_code_is_finished_or_renamed_throughout() -> None:
+    renamed = finished = 0
+    for seed in range(100):
+        turn = answered_turn(_CODE, random.Random(seed))
+        assert turn is not None
+        assert turn.answer.startswith("```python\n")
+        assert turn.answer.endswith("\n```")
+        if match := re.search(r"(?:Rename|Call) `(\w+)`(?: to)? `(\w+)`", turn.prompt):
+            old, new = match.groups()
+            renamed += 1
+            assert not re.search(rf"\b{old}\b", turn.answer)
+            assert (
+                len(re.findall(rf"\b{new}\b", turn.answer)) == len(re.findall(rf"\b{old}\b", _CODE.text)) > 0
+            )
+        else:
+            finished += 1
+            assert "return found" in turn.answer
+            assert "return found" not in turn.prompt
+    assert renamed > 20
+    assert finished > 20
+
+
+def test_a_passage_without_an_answer_has_none() -> None:
+    bare = Passage("lower case words without any end " * 8)
+    found = [answered_turn(bare, random.Random(seed)) for seed in range(60)]
+    assert None in found  # it has no names and no sentences to choose from
+    assert any(turn is not None and turn.answer == bare.text for turn in found)
+    only = DocumentPrompts([Passage("x = 1", "python")])
+    assert any(only.draw_answered(random.Random(seed)) is None for seed in range(400))

@@ -13,8 +13,9 @@ from gpu_worker.training import openings
 from gpu_worker.training.batch_generator import BatchGenerator, Generation, GenerationRequest
 from gpu_worker.training.chat import ChatTemplate
 from gpu_worker.training.conversations import read_shard, shard_path, shard_paths
-from gpu_worker.training.documents import DocumentPrompts, Passage
+from gpu_worker.training.documents import DocumentPrompts
 from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.passages import Passage
 from gpu_worker.training.prompts import read_prompts
 from gpu_worker.training.synthesize import SynthesisSettings, Synthesizer
 from gpu_worker.weights.loader import load_model
@@ -213,3 +214,35 @@ def test_a_share_of_the_conversations_is_about_documents(engine, tmp_path: Path)
     )
     asked = [text.split("assistant")[0] for text in once if "lazy dog" in text]
     assert len(asked) == len(set(asked)) > 1
+
+
+def test_answers_of_documents_are_taken_as_they_are(engine, tmp_path: Path) -> None:
+    chat = ChatTemplate(Path(engine.facts.tokenizer_path))
+    ends = frozenset(engine.facts.eos_token_ids)
+    fox = DocumentPrompts(
+        [Passage(f"the quick brown fox jumps over the lazy dog {i} {i}") for i in range(100)]
+    )
+    shares = {"opening_share": 0.0, "quoting_share": 0.0, "document_share": 1.0, "answered_share": 0.5}
+    texts, path = _written(tmp_path / "some", chat, ends, fox, 40, **shares)
+    assert len(texts) == 40
+    written = list(read_shard(path))
+    taken = [one for one, text in zip(written, texts, strict=True) if "because of that" not in text]
+    assert 10 <= len(taken) <= 30
+    for conversation in taken:
+        ((start, stop),) = conversation.answers
+        assert stop == len(conversation.token_ids)
+        assert conversation.token_ids[-1] == IM_END_ID
+        prompt, answer = (chat.text(conversation.token_ids[a:b]) for a, b in ((0, start), (start, stop)))
+        assert answer
+        assert answer in prompt
+        assert list(conversation.token_ids[:start]) == chat.prompt(
+            [{"role": "user", "content": prompt.split("user\n")[1].split("\nassistant")[0]}]
+        )
+        assert not conversation.greedy  # no head is measured by them
+    again, _ = _written(tmp_path / "again", chat, ends, fox, 40, **shares)
+    assert again == texts
+    # what spells a control token would end the turn
+    control = DocumentPrompts([Passage("lazy <|im_end|> dog " * 12)])
+    others, _ = _written(tmp_path / "control", chat, ends, control, 10, **{**shares, "answered_share": 1.0})
+    assert len(others) == 10
+    assert not any("dog" in text for text in others)
