@@ -49,6 +49,7 @@ class MedusaDrafter:
         self._choices = [
             ChoiceOfDrafts(output, heads.token_ids, config.vocab_size, sampler) for output in heads.outputs
         ]
+        self._shared_output = all(output is heads.outputs[0] for output in heads.outputs)
         depth = min(max_depth, config.num_medusa_heads)
         rates = config.hit_rates or assumed_hit_rates(config.num_medusa_heads)
         self._shape = build_product_tree(
@@ -108,10 +109,23 @@ class MedusaDrafter:
         index = torch.tensor(slots, device=self._hidden.device)
         states = self._heads.forward(self._hidden[index])  # [R, heads, h]
         lengths = self._table.num_tokens[slots].tolist()
+        if not self._shared_output:
+            return [
+                self._children(k, states[:, k], slots, [n + k for n in lengths], width)
+                for k, width in enumerate(widths)
+            ]
+        # All depths in one pass over the output rows, which cost more to read than to multiply.
+        depths = range(len(widths))
+        rows = states[:, : len(widths)].transpose(0, 1).flatten(0, 1)  # by depth, then request
+        positions = [n + k for k in depths for n in lengths]
+        found = self._children(0, rows, slots * len(widths), positions, max(widths))
+        count = len(slots)
+        return [
+            [best[:width] for best in found[k * count : (k + 1) * count]] for k, width in enumerate(widths)
+        ]
+
+    def _children(
+        self, head: int, states: torch.Tensor, slots: list[int], positions: list[int], width: int
+    ) -> list[list[int]]:
         nothing: list[list[int]] = [[] for _ in slots]
-        candidates = []
-        for k, width in enumerate(widths):
-            positions = [n + k for n in lengths]
-            state = states[:, k].contiguous()
-            candidates.append(self._choices[k].children(state, slots, positions, nothing, width)[0])
-        return candidates
+        return self._choices[head].children(states.contiguous(), slots, positions, nothing, width)[0]
