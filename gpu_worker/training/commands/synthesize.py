@@ -16,7 +16,8 @@ from gpu_worker.training.documents import DocumentPrompts
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.passages import MAX_PASSAGE_CHARS, read_passages
 from gpu_worker.training.prompts import read_prompts
-from gpu_worker.training.synthesize import SynthesisSettings, Synthesizer
+from gpu_worker.training.synthesis_settings import SynthesisSettings
+from gpu_worker.training.synthesize import Synthesizer
 
 _PAGE_SIZE = 16
 _BATCHED_TOKENS = 512

@@ -17,7 +17,8 @@ from gpu_worker.training.documents import DocumentPrompts
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.passages import Passage
 from gpu_worker.training.prompts import read_prompts
-from gpu_worker.training.synthesize import SynthesisSettings, Synthesizer
+from gpu_worker.training.synthesis_settings import SynthesisSettings
+from gpu_worker.training.synthesize import Synthesizer
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
 from shared_mem.records import SamplingRecord
