@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from shared_mem.enums import SpeculationMethod
+
+LayerIdsName = Literal["inputs", "outputs"]  # of layers: see weights/heads/eagle3.py
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class WorkerConfig:
     num_draft_tokens: int = 4
     draft_model: str = ""
     heads: tuple[tuple[SpeculationMethod, str], ...] = ()
+    eagle3_layer_ids: LayerIdsName = "inputs"
     draft_shape: str = "chain"
     max_draft_depth: int = 4
     min_draft_probability: float = 0.2

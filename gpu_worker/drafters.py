@@ -80,7 +80,7 @@ def load_draft_weights(
             model = load_draft_model(path, target, tokenizer_path, dtype, device, team)
         elif method in HEAD_METHODS:
             path = paths[method] = given.get(method) or _shipped(method, config)
-            checkpoint = load_head(path, target.config)
+            checkpoint = load_head(path, target.config, config.eagle3_layer_ids)
             if checkpoint.config.kind.value != method.label:
                 raise ModelError(f"{path}: holds a head of kind {checkpoint.config.kind}, not {method.label}")
             if method is SpeculationMethod.MEDUSA:

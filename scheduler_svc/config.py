@@ -45,11 +45,12 @@ class ServerConfig:
     )
     # Weights of drafting heads. A loaded method without an entry takes the head that ships for the embedded model.
     heads: tuple[tuple[SpeculationMethod, str], ...] = ()
+    eagle3_layer_ids: str = "inputs"  # inputs | outputs: what the layer ids of a published EAGLE-3 head name
     draft_shape: str = "chain"  # chain | tree | fixed-tree: shape of what models and heads draft
     suffix_store: bool = (
         False  # n-gram lookup also searches recent outputs of other requests of the same salt
     )
-    max_draft_depth: int = 4  # draft tokens from the root of a head's draft to its deepest node, at most
+    max_draft_depth: int = 4  # levels of a tree of drafts and of Medusa's drafts, at most
     min_draft_probability: float = (
         0.2  # of a draft token and all before it being right: else it is not verified
     )
@@ -173,6 +174,7 @@ def check(config: ServerConfig) -> ServerConfig:
         "device": ("auto", "cpu", "cuda"),
         "draft_in": ("decode_only", "mixed"),
         "draft_shape": ("chain", "tree", "fixed-tree"),
+        "eagle3_layer_ids": ("inputs", "outputs"),
         "log_level": ("debug", "info", "warning", "error"),
     }
     for field, allowed in choices.items():

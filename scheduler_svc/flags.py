@@ -91,6 +91,13 @@ def _command(
             "for the embedded model.",
         ),
     ] = None,
+    eagle3_layer_ids: Annotated[
+        str | None,
+        typer.Option(
+            help="What the layer ids in a published EAGLE-3 head's config.json name: inputs of layers (as the original "
+            "code has it) or outputs (as some trainers write it). Accepts too little: try the other."
+        ),
+    ] = None,
     draft_shape: Annotated[
         str | None,
         typer.Option(
@@ -98,7 +105,10 @@ def _command(
         ),
     ] = None,
     max_draft_depth: Annotated[
-        int | None, typer.Option(help="Depth of a head's draft, in tokens, at most.")
+        int | None,
+        typer.Option(
+            help="Levels of a tree and of Medusa's drafts, at most; other chains are as long as they may."
+        ),
     ] = None,
     min_draft_probability: Annotated[
         float | None,

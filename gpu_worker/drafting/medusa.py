@@ -6,6 +6,7 @@ drew the last from H_{n-2}, head k predicts t_{n+k} from that same hidden state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +21,8 @@ from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler
 from shared_mem.enums import SpeculationMethod
 from shared_mem.records import Admission
+
+Candidates = list[tuple[int, float]]  # (id, log-probability), best first; -inf: cannot be drawn
 
 
 class MedusaDrafter:
@@ -91,15 +94,17 @@ class MedusaDrafter:
             for request in requests
         ]
         candidates = self._candidates(slots, shapes)
-        tokens = [
-            [candidates[depth - 1][r][rank] for depth, rank in zip(shape.depths, shape.ranks, strict=True)]
-            for r, shape in enumerate(shapes)
-        ]
+        tokens: list[list[int]] = []
+        parents: list[list[int]] = []
+        for r, shape in enumerate(shapes):
+            drafted, above = _nodes(shape, [of_depth[r] for of_depth in candidates])
+            tokens.append(drafted)
+            parents.append(above)
         roots = self._table.last_tokens(np.array(slots, dtype=np.int64)).tolist()
-        return tree_of(roots, tokens, [list(shape.parents) for shape in shapes], self._table.device)
+        return tree_of(roots, tokens, parents, self._table.device)
 
-    def _candidates(self, slots: list[int], shapes: list[ProductTree]) -> list[list[list[int]]]:
-        """By depth and request: the candidates of that depth, best first, as many as any tree has room for."""
+    def _candidates(self, slots: list[int], shapes: list[ProductTree]) -> list[list[Candidates]]:
+        """By depth and request: the candidates of that depth, as many as any tree has room for."""
         widths = [0] * max((len(shape.widths) for shape in shapes), default=0)
         for shape in shapes:
             for depth, width in enumerate(shape.widths):
@@ -126,6 +131,24 @@ class MedusaDrafter:
 
     def _children(
         self, head: int, states: torch.Tensor, slots: list[int], positions: list[int], width: int
-    ) -> list[list[int]]:
+    ) -> list[Candidates]:
         nothing: list[list[int]] = [[] for _ in slots]
-        return self._choices[head].children(states.contiguous(), slots, positions, nothing, width)[0]
+        found = self._choices[head].children(states.contiguous(), slots, positions, nothing, width)
+        return [list(zip(*row, strict=True)) for row in zip(*found, strict=True)]
+
+
+def _nodes(shape: ProductTree, candidates: list[Candidates]) -> tuple[list[int], list[int]]:
+    """Tokens and parents of a request's nodes; candidates[d]: those of depth d + 1.
+
+    What cannot be drawn (it was truncated away) gets no node, and neither does what hangs below it.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    places = {-1: -1}  # of the shape's nodes that are kept
+    for node, (rank, parent, depth) in enumerate(zip(shape.ranks, shape.parents, shape.depths, strict=True)):
+        token, value = candidates[depth - 1][rank]
+        if value > -math.inf and parent in places:
+            places[node] = len(tokens)
+            tokens.append(token)
+            parents.append(places[parent])
+    return tokens, parents

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpu_worker.training.features import ConversationFeatures
+from gpu_worker.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,29 @@ class TrainingBatch:
     features: torch.Tensor  # [N, F] compute dtype, shifted
     spans: tuple[Span, ...]
     rows: torch.Tensor  # [R] int64, indices of tokens
-    room: (
-        torch.Tensor
-    )  # [R] int64, how many law rows follow without a gap: step k has a target where room >= k
+    # [R] on the host, how many law rows follow without a gap: step k has a target where room >= k
+    room: npt.NDArray[np.int64]
     columns: torch.Tensor  # [R, k] int64, the law's ids as draft ids; 0 where the draft vocabulary lacks one
     probs: torch.Tensor  # [R, k] float32; 0 where the draft vocabulary lacks the id
     hidden: torch.Tensor | None  # [R, h] compute dtype: what the target computed for the row's own token
+
+    @property
+    def num_positions(self) -> int:
+        """Of the longest conversation."""
+        return max(span.end_token - span.first_token for span in self.spans)
+
+    def rows_with_target(self, ahead: int) -> torch.Tensor:
+        """[n] int64: the law rows that the one `ahead` rows further on is a target of. Nothing is read back."""
+        return to_device(np.flatnonzero(self.room >= ahead), self.rows.device)
+
+    def to(self, device: torch.device) -> TrainingBatch:
+        """The batch with its tensors on `device`."""
+        tensors: dict[str, Any] = {
+            name: to_device(value, device)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **tensors)
 
     @property
     def num_tokens(self) -> int:
@@ -115,7 +136,7 @@ def collate(
         rows=torch.cat(
             [item.rows + span.first_token for item, span in zip(conversations, spans, strict=True)]
         ),
-        room=torch.cat(rooms),
+        room=torch.cat(rooms).numpy(),
         columns=columns.clamp_min(0),
         probs=torch.cat([item.top_probs for item in conversations]) * known,
         hidden=torch.cat(hidden) if hidden else None,

@@ -76,7 +76,7 @@ def read_checkpoint(directory: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        return dict(torch.load(path, weights_only=True))
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
         raise TrainingError(f"{path}: cannot be read: {error}") from error
 

@@ -21,10 +21,17 @@ from gpu_worker.training.modules.draft_model import DraftModel
 
 
 def new_draft_model(target: FrozenTarget, num_layers: int) -> DraftModel:
-    """Copies the target's first layers, its last layer and its norm."""
+    """Copies the target's first layers, its last layer and its norm.
+
+    Raises TrainingError for more layers than it has, or a target whose frequencies its configuration could not hold.
+    """
     count = target.config.num_layers
     if not 1 <= num_layers <= count:
         raise TrainingError(f"layers: {num_layers}, the target has {count}")
+    if target.config.rope.frequency_divisors:
+        raise TrainingError(
+            "target: its rotary frequencies have divisors of their own, which a draft model's config.json cannot say"
+        )
     module = DraftModel(target.config, num_layers)
     sources = [*range(num_layers - 1), count - 1]
     with torch.no_grad():
@@ -58,10 +65,7 @@ def export_draft_model(
 
 def _hub_config(model: ModelConfig, num_layers: int) -> dict[str, Any]:
     rope = model.rope
-    if rope.frequency_divisors:
-        raise TrainingError(
-            "target: its rotary frequencies have divisors of their own, which config.json cannot say"
-        )
+    assert not rope.frequency_divisors, "refused before training"
     scaling: dict[str, Any] | None = None
     if rope.kind != "default":
         scaling = {"rope_type": rope.kind, "factor": rope.factor}

@@ -22,6 +22,7 @@ from gpu_worker.models.base import CausalLM
 from gpu_worker.training.conversations import Conversation, read_shard, shard_paths
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.features import FeatureMeta, feature_path, law_rows, write_features
+from gpu_worker.transfers import to_device
 
 _PAGE_SIZE = 16
 _SPARE_BYTES = 1 << 30  # left free on the disk
@@ -138,7 +139,9 @@ class Extractor:
             while end < len(shard) and (end == first or rows + lengths[end] <= self._rows_per_pass):
                 rows += lengths[end]
                 end += 1
-            batch = prefill_batch([shard[i].token_ids for i in range(first, end)], _PAGE_SIZE)
+            batch = prefill_batch(
+                [shard[i].token_ids for i in range(first, end)], _PAGE_SIZE, self._target.device
+            )
             hidden, captured = self._target.forward_capturing(
                 batch, pool, self._attention, meta.feature_layers
             )
@@ -146,7 +149,7 @@ class Extractor:
             if captured is not None:
                 tensors["captured"][offsets[first] : offsets[end]] = captured
             kept = np.concatenate([laws[i] + offsets[i] - offsets[first] for i in range(first, end)])
-            ids, probs = top_law(self._target, hidden[torch.from_numpy(kept)], meta.top_k)
+            ids, probs = top_law(self._target, hidden[to_device(kept, hidden.device)], meta.top_k)
             tensors["top_ids"][law_offsets[first] : law_offsets[end]] = ids
             tensors["top_probs"][law_offsets[first] : law_offsets[end]] = probs
             first = end
@@ -158,17 +161,19 @@ class Extractor:
         return -(-max([self._rows_per_pass, *lengths]) // _PAGE_SIZE) + len(lengths)
 
 
-def prefill_batch(sequences: Sequence[Sequence[int]], page_size: int) -> ForwardBatch:
-    """One forward pass over whole sequences from position 0, each in pages of its own from page 0 on."""
+def prefill_batch(
+    sequences: Sequence[Sequence[int]], page_size: int, device: torch.device | str, first_position: int = 0
+) -> ForwardBatch:
+    """One forward pass over whole sequences from `first_position` on, each in pages of its own from page 0 on."""
     counts = np.array([len(ids) for ids in sequences], dtype=np.int64)
     pages = -(-counts // page_size)
     page_indptr = np.concatenate(([0], np.cumsum(pages)))
     positions = np.concatenate([np.arange(count) for count in counts])
     slots = positions + np.repeat(page_indptr[:-1] * page_size, counts)
     return ForwardBatch(
-        input_ids=torch.from_numpy(np.concatenate([np.asarray(ids, dtype=np.int64) for ids in sequences])),
-        positions=torch.from_numpy(positions),
-        out_slots=torch.from_numpy(slots),
+        input_ids=to_device(np.concatenate([np.asarray(ids, dtype=np.int64) for ids in sequences]), device),
+        positions=to_device(positions + first_position, device),
+        out_slots=to_device(slots, device),
         attention=AttentionMetadata(
             page_size=page_size,
             qo_indptr=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),

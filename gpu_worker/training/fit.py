@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from gpu_worker.training.batches import DraftVocabulary
+from gpu_worker.training.batches import DraftVocabulary, TrainingBatch
 from gpu_worker.training.checkpoint import Position, RunData, read_checkpoint, restore, save_checkpoint
 from gpu_worker.training.dataset import FeatureDataset, Item
 from gpu_worker.training.errors import TrainingError
@@ -84,7 +84,7 @@ class Trainer:
             "optimizer": settings.optimizer,
         }
         self._facts = json.loads(json.dumps(every))  # plain values, as a checkpoint gives them back
-        self._dtype = module.embedding.dtype
+        self._dtype, self._device = module.embedding.dtype, module.embedding.device
         parallel = dist.is_initialized()
         self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if parallel else (0, 1)
         self._wrapped: nn.Module = module
@@ -107,15 +107,11 @@ class Trainer:
         settings, position = self._settings, self.position
         measures: Measures | None = None
         since = _Interval()
-        batches = self._dataset.epoch(position.epoch, settings.seed, settings.rows_per_batch)
-        if len(batches) < self._world:
-            raise TrainingError(
-                f"data: one batch for each of {self._world} processes, there are {len(batches)}"
-            )
+        batches = self._epoch()
         while position.step < settings.steps:
             if position.batch + self._world > len(batches):
                 position.epoch, position.batch = position.epoch + 1, 0
-                batches = self._dataset.epoch(position.epoch, settings.seed, settings.rows_per_batch)
+                batches = self._epoch()
             outcome, norm = self._step(batches[position.batch + self._rank])
             position.batch += self._world
             position.step += 1
@@ -162,9 +158,8 @@ class Trainer:
         self._module.eval()
         with torch.no_grad():
             for items in self._dataset.validation(settings.rows_per_batch, settings.validation_rows):
-                batch = self._dataset.load(items, self._vocabulary, self._dtype)
-                outcome = self._module(batch, steps)
-                sums += outcome.sums
+                outcome = self._module(self._load(items), steps)
+                sums += outcome.sums.cpu()
                 losses.append(outcome.loss.item())
         free_whole_parameters(self._module)
         self._module.train()
@@ -174,8 +169,17 @@ class Trainer:
         """Over the held-out batches; () where nothing is held out. Under FSDP within whole_parameters."""
         settings = self._settings
         held_out = self._dataset.validation(settings.rows_per_batch, settings.validation_rows)
-        batches = (self._dataset.load(items, self._vocabulary, self._dtype) for items in held_out)
+        batches = (self._load(items) for items in held_out)
         return hit_rates(self._module, batches, settings.validation_steps)
+
+    def _epoch(self) -> list[list[Item]]:
+        """The batches of the present epoch: how many depends on the order, so each epoch must have enough."""
+        batches = self._dataset.epoch(self.position.epoch, self._settings.seed, self._settings.rows_per_batch)
+        if len(batches) < self._world:
+            raise TrainingError(
+                f"data: one batch for each of {self._world} processes, there are {len(batches)}"
+            )
+        return batches
 
     def _resume(self) -> None:
         state = read_checkpoint(self._directory)
@@ -190,7 +194,7 @@ class Trainer:
         """One optimizer step; its gradient norm, NaN where the step was skipped."""
         settings, position = self._settings, self.position
         torch.manual_seed((settings.seed * 1_000_003 + position.step) * 1009 + self._rank)
-        batch = self._dataset.load(items, self._vocabulary, self._dtype)
+        batch = self._load(items)
         share = learning_rate(position.step, peak=1.0, warmup=settings.warmup, total=settings.steps)
         self._optimizer.set_rate(share)
         self._optimizer.zero_grad()
@@ -204,6 +208,9 @@ class Trainer:
         else:
             position.skipped += 1
         return outcome, norm
+
+    def _load(self, items: list[Item]) -> TrainingBatch:
+        return self._dataset.load(items, self._vocabulary, self._dtype).to(self._device)
 
     def _fields(self, since: _Interval) -> dict[str, float]:
         return {
@@ -262,7 +269,7 @@ class _Interval:
     def add(self, outcome: BatchOutcome, norm: float) -> None:
         now = time.monotonic()
         self._seconds, self._last = self._seconds + now - self._last, now
-        self.sums = self.sums + outcome.sums
+        self.sums = self.sums + outcome.sums.cpu()
         self._rows += outcome.sums[0, ROWS].item()
         self._losses.append(outcome.loss.item())
         self._norms.append(norm)

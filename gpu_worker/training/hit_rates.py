@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -22,10 +23,10 @@ def hit_rates(module: DraftObjective, batches: Iterable[TrainingBatch], steps: i
     ranks: list[torch.Tensor] = []  # [R, steps] of each batch; -1 where the step has no target
     module.eval()
     for batch in batches:
-        of_batch = torch.full((batch.num_rows, steps), -1)
+        of_batch = torch.full((batch.num_rows, steps), -1, device=batch.rows.device)
         for k, step in enumerate(module.head.unroll(batch, module.embedding, steps)):
             ahead = k + module.head.lookahead
-            rows = (batch.room >= ahead).nonzero().squeeze(1)
+            rows = batch.rows_with_target(ahead)
             own = module.head.output_rows(k)
             weights = module.output_rows if own is None else own.to(step.normed.dtype)
             for block in torch.split(rows, _BLOCK_ROWS):
@@ -39,5 +40,6 @@ def hit_rates(module: DraftObjective, batches: Iterable[TrainingBatch], steps: i
     module.train()
     if not ranks:
         return ()
-    rates = measure_hit_rates(torch.cat(ranks).numpy(), _NUM_RANKS)
-    return tuple(tuple(round(rate, 4) for rate in of_step) for of_step in rates)
+    rates = measure_hit_rates(torch.cat(ranks).cpu().numpy(), _NUM_RANKS)
+    # Cut and not rounded: no sum of them may come out above one.
+    return tuple(tuple(math.floor(rate * 10_000) / 10_000 for rate in of_step) for of_step in rates)

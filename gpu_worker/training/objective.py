@@ -76,7 +76,7 @@ class DraftObjective(nn.Module):
         reached = torch.ones(batch.num_rows, device=batch.token_ids.device)
         for k, step in enumerate(head.unroll(batch, self.embedding, steps)):
             ahead = k + head.lookahead
-            rows = (batch.room >= ahead).nonzero().squeeze(1)
+            rows = batch.rows_with_target(ahead)
             if not len(rows):
                 break
             targets = rows + ahead
@@ -90,7 +90,7 @@ class DraftObjective(nn.Module):
             )
             law = losses.loss.mean()
             part = settings.law_weight * law
-            regression = torch.zeros(())
+            regression = torch.zeros((), device=law.device)
             if settings.regression_weight and step.recycled is not None:
                 regression = _regression(step.recycled[rows], batch, targets)
                 part = part + settings.regression_weight * regression
@@ -104,7 +104,7 @@ class DraftObjective(nn.Module):
             count = len(rows)
             sums[k] = torch.stack(
                 [
-                    torch.tensor(float(count)),
+                    torch.tensor(float(count), dtype=torch.float64, device=law.device),
                     law.detach().double() * count,
                     regression.detach().double() * count,
                     alive.sum().double(),
@@ -135,7 +135,7 @@ def unrolled_logits(
         features=shifted,
         spans=(Span(0, len(token_ids), 0, count),),
         rows=rows,
-        room=count - 1 - rows,
+        room=(count - 1 - rows).numpy(),
         columns=empty.long(),
         probs=empty,
         hidden=features[:count].to(dtype),
@@ -157,5 +157,5 @@ def _regression(recycled: torch.Tensor, batch: TrainingBatch, targets: torch.Ten
 
 
 def _noisy(batch: TrainingBatch, noise: float) -> TrainingBatch:
-    scale = batch.features.float().square().mean().sqrt().item() * noise
-    return replace(batch, features=batch.features + torch.empty_like(batch.features).uniform_(-scale, scale))
+    scale = batch.features.float().square().mean().sqrt().to(batch.features.dtype) * noise
+    return replace(batch, features=batch.features + torch.empty_like(batch.features).uniform_(-1, 1) * scale)

@@ -23,6 +23,7 @@ from gpu_worker.models.heads.config import HeadKind
 from gpu_worker.models.heads.medusa import MedusaHeads
 from gpu_worker.training.conversations import Conversation
 from gpu_worker.training.extract import prefill_batch
+from gpu_worker.transfers import to_device
 
 _PAGE_SIZE = 16
 Int64Array = npt.NDArray[np.int64]
@@ -64,8 +65,8 @@ class OfflineEvaluator:
         ids = head.token_ids
         self._columns = None
         if ids is not None:
-            self._columns = torch.full((target.config.vocab_size,), -1)
-            self._columns[ids] = torch.arange(len(ids))
+            self._columns = torch.full((target.config.vocab_size,), -1, device=ids.device)
+            self._columns[ids] = torch.arange(len(ids), device=ids.device)
 
     def measure(self, conversations: Sequence[Conversation]) -> OfflineAcceptance:
         """Over the greedy answers of `conversations`."""
@@ -81,16 +82,21 @@ class OfflineEvaluator:
         )
 
     def _conversation(self, conversation: Conversation, tally: _Tally) -> None:
-        ids = torch.tensor(conversation.token_ids)
-        batch = prefill_batch([conversation.token_ids], _PAGE_SIZE)
+        config, device = self._head.config, self._target.device
+        ids = torch.tensor(conversation.token_ids, device=device)
+        batch = prefill_batch([conversation.token_ids], _PAGE_SIZE, device)
         pages = -(-len(ids) // _PAGE_SIZE)
-        config = self._head.config
         hidden, captured = self._target.forward_capturing(
-            batch, self._target.new_pool(pages, _PAGE_SIZE), self._attention, config.feature_layers
+            batch,
+            self._target.new_pool(pages, _PAGE_SIZE),
+            self._attention,
+            config.hidden_layers(self._target.num_layers),
         )
         # A start is a token of an answer that the target has just drawn, with at least one more behind it.
         starts = torch.tensor(
-            [i for first, stop in conversation.answers for i in range(first, stop - 1)], dtype=torch.int64
+            [i for first, stop in conversation.answers for i in range(first, stop - 1)],
+            dtype=torch.int64,
+            device=device,
         )
         if not len(starts):
             return
@@ -98,26 +104,29 @@ class OfflineEvaluator:
             drafts = self._medusa_drafts(cast(MedusaHeads, self._head), hidden[starts - 1])
         else:
             head = cast(DraftHead, self._head)
-            features = hidden if captured is None or not config.feature_layers else captured
-            drafts, normed = self._chains(head, batch, features, starts)
+            features = hidden if captured is None else captured
+            drafts, normed = self._chains(head, conversation, features, starts)
             self._add_loss(head, normed, ids[starts + 1], tally)
         self._count(conversation, starts, drafts, tally)
 
     def _chains(
-        self, head: DraftHead, batch: ForwardBatch, features: torch.Tensor, starts: torch.Tensor
+        self, head: DraftHead, conversation: Conversation, features: torch.Tensor, starts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(drafted target ids [S, depth], what the output head read for the first of them [S, h])."""
+        # The first token has no state before it: heads see zeros in its place, or never see it.
+        skipped = 0 if head.config.attends_first_slot else 1
         shifted = torch.zeros_like(features)
         shifted[1:] = features[:-1]
+        batch = prefill_batch([conversation.token_ids[skipped:]], _PAGE_SIZE, head.device, skipped)
         shared = batch.attention.page_indptr[-1]
         private = -(-self._depth // _PAGE_SIZE) + 1  # pages of each start
         pool = head.new_pool(int(shared) + len(starts) * private, _PAGE_SIZE)
-        rows = head.forward(batch, shifted, pool, self._attention, recycled=False)
-        state = rows.select(starts)
-        lengths = starts.numpy() + 1  # pairs that are stored for each start
+        rows = head.forward(batch, shifted[skipped:], pool, self._attention, recycled=False)
+        state = rows.select(starts - skipped)
+        lengths = starts.cpu().numpy() + 1 - skipped  # pairs that are stored for each start
         full = lengths // _PAGE_SIZE
         own = int(shared) + np.arange(len(starts)) * private  # first page that is the start's alone
-        self._copy_last_pages(pool, lengths, full, own)
+        self._copy_last_pages(pool, head.device, lengths, full, own)
         drafted = [self._ids(head, head.output.argmax(state.normed))]
         first = state.normed
         for step in range(1, self._depth):
@@ -145,8 +154,8 @@ class OfflineEvaluator:
         slots = (own + index // _PAGE_SIZE - full) * _PAGE_SIZE + index % _PAGE_SIZE
         batch = ForwardBatch(
             input_ids=ids,
-            positions=torch.from_numpy(index),
-            out_slots=torch.from_numpy(slots),
+            positions=to_device(index if head.config.attends_first_slot else index + 1, head.device),
+            out_slots=to_device(slots, head.device),
             attention=AttentionMetadata(
                 page_size=_PAGE_SIZE,
                 qo_indptr=np.arange(len(index) + 1, dtype=np.int32),
@@ -161,6 +170,7 @@ class OfflineEvaluator:
     def _copy_last_pages(
         self,
         pool: PagedPool,
+        device: torch.device,
         lengths: Int64Array,
         full: Int64Array,
         own: Int64Array,
@@ -170,7 +180,7 @@ class OfflineEvaluator:
         source = np.repeat(full * _PAGE_SIZE, counts) + offsets
         target = np.repeat(own * _PAGE_SIZE, counts) + offsets
         if len(source):
-            pool.move(torch.from_numpy(source), torch.from_numpy(target))
+            pool.move(to_device(source, device), to_device(target, device))
 
     def _medusa_drafts(self, heads: MedusaHeads, hidden: torch.Tensor) -> torch.Tensor:
         normed = heads.forward(hidden)  # [S, heads, h]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpu_worker.config import WorkerConfig
+from gpu_worker.config import LayerIdsName, WorkerConfig
 from gpu_worker.engine import build_engine
 from gpu_worker.training.batch_generator import BatchGenerator, Generation, GenerationRequest
 from shared_mem.enums import SpeculationMethod
@@ -41,6 +41,7 @@ class ServedEvaluator:
         *,
         num_draft_tokens: int,
         tree_depth: int | None = None,
+        layer_ids_name: LayerIdsName = "inputs",
         max_context_tokens: int = 1024,
         num_threads: int = 0,
     ) -> None:
@@ -60,6 +61,7 @@ class ServedEvaluator:
                 num_draft_tokens=num_draft_tokens,
                 draft_model=draft_model,
                 heads=((method, path),) if path and not draft_model else (),
+                eagle3_layer_ids=layer_ids_name,
                 draft_shape="chain" if tree_depth is None else "tree",
                 max_draft_depth=tree_depth or num_draft_tokens,
                 min_draft_probability=0.0,  # as offline: every draft counts

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu_worker.config import LayerIdsName
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.heads.config import HeadConfig
 from gpu_worker.models.heads.tensors import DRAFT_IDS
@@ -26,12 +27,19 @@ class StartingHead:
     tensors: dict[str, torch.Tensor]
 
     @classmethod
-    def load(cls, spec: str, kind: str, target: ModelConfig, feature_layers: tuple[int, ...]) -> StartingHead:
+    def load(
+        cls,
+        spec: str,
+        kind: str,
+        target: ModelConfig,
+        feature_layers: tuple[int, ...],
+        layer_ids_name: LayerIdsName = "inputs",
+    ) -> StartingHead:
         """spec: a directory, file or hub id; feature_layers: those that were extracted.
 
         Raises ModelError for what is no head of this target, TrainingError for one that the features do not suit.
         """
-        checkpoint = load_head(spec, target)
+        checkpoint = load_head(spec, target, layer_ids_name)
         config = checkpoint.config
         if config.kind != kind:
             raise TrainingError(f"{spec}: kind is {config.kind.value}, the one to train is {kind}")

@@ -238,10 +238,12 @@ class Synthesizer:
         return not known
 
     def _take_answer(self, draft: _Draft, generation: Generation) -> None:
-        start = len(generation.request.token_ids)
+        start, before = len(generation.request.token_ids), draft.token_ids
         draft.token_ids = [*generation.request.token_ids, *generation.token_ids]
         # Spans of an earlier answer hold only where the template renders it to the very ids that were drawn.
-        draft.answers = [(a, b) for a, b in draft.answers if b <= start]
+        draft.answers = [
+            (a, b) for a, b in draft.answers if b <= start and draft.token_ids[a:b] == before[a:b]
+        ]
         draft.answers.append((start, len(draft.token_ids)))
         content = self._chat.text(generation.token_ids)
         draft.messages.append(Message(role="assistant", content=content))

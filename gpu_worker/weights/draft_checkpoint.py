@@ -58,7 +58,7 @@ def load_draft_model(
         raise ModelError(
             f"draft_model: {spec}: knows {model.config.vocab_size} ids, the target {target.config.vocab_size}"
         )
-    return DraftModel(model, draft_ids)
+    return DraftModel(model, None if draft_ids is None else draft_ids.to(model.device))
 
 
 def _extras(source: ModelSource, vocab_size: int) -> tuple[bool, torch.Tensor | None]:

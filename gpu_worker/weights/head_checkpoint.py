@@ -13,12 +13,12 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
+from gpu_worker.config import LayerIdsName
 from gpu_worker.errors import ModelError
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.heads.config import HeadConfig
 from gpu_worker.models.heads.tensors import tensor_shapes
 from gpu_worker.weights.heads import eagle, eagle3, medusa, mtp, own, speculators
-from gpu_worker.weights.heads.eagle3 import LayerIdsName
 from gpu_worker.weights.heads.files import HeadFiles
 from gpu_worker.weights.resolve import is_hub_id
 

@@ -58,6 +58,7 @@ def test_every_field_is_a_flag() -> None:
         "runtime_dir": "/run/x", "metrics_listen": "127.0.0.1:2", "log_level": "debug",
         "admin_listen": "unix:/run/x/admin", "draft_shape": "tree", "max_draft_depth": 6,
         "stream_interval_ms": 5.0, "disable_at_batch_size": 12, "min_draft_probability": 0.25,
+        "eagle3_layer_ids": "outputs",
     }  # fmt: skip
     assert {*flags, "prefix_cache", "suffix_store", "heads"} == set(ServerConfig.__dataclass_fields__)
     arguments = ["--no-prefix-cache", "--suffix-store", "--head", "mtp=/heads/mtp", "--head", "eagle3=a=b"]
@@ -109,6 +110,7 @@ def test_speculation_off() -> None:
         (["--max-draft-depth", "0"], "max_draft_depth: 0 is below 1"),
         (["--min-draft-probability", "1"], "min_draft_probability: 1.0 is not within 0..1, without 1"),
         (["--max-draft-depth", "65"], "max_draft_depth: 65 is above 64"),
+        (["--eagle3-layer-ids", "both"], "eagle3_layer_ids: 'both' is not one of inputs, outputs"),
         (["--head", "mtp=x"], "heads: mtp is not among the methods of --speculation"),
         (["--head", "ngram=x"], "heads: 'ngram' is not one of eagle, mtp, medusa, eagle3"),
         (["--head", "mtp"], "heads: mtp names no path"),

@@ -22,10 +22,12 @@ def test_both_forms_say_the_same(tmp_path: Path) -> None:
         heads=((EAGLE3, "/heads/e3"),),
         draft_shape="tree",
         max_draft_depth=6,
+        eagle3_layer_ids="outputs",
     )
     (tmp_path / "c.json").write_bytes(msgspec.json.encode(config))
     (tmp_path / "c.toml").write_text(
         'speculation = ["eagle3", "mtp", "ngram"]\ndraft_shape = "tree"\nmax_draft_depth = 6\n'
+        'eagle3_layer_ids = "outputs"\n'
         '[heads]\neagle3 = "/heads/e3"\n'
     )
     expected = WorkerConfig(
@@ -33,6 +35,7 @@ def test_both_forms_say_the_same(tmp_path: Path) -> None:
         heads=config.heads,
         draft_shape="tree",
         max_draft_depth=6,
+        eagle3_layer_ids="outputs",
         control_address=f"ipc://{tmp_path}/control.sock",
         rank=1,
     )

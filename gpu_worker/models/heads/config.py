@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -133,7 +134,7 @@ class HeadConfig:
         return config
 
     def _check_sizes(self, where: str) -> None:
-        """Raises ModelError naming the first size that is not positive."""
+        """Raises ModelError naming the first size that is not positive, or a depth whose hit rates are none."""
         sizes = ["hidden_size", "vocab_size", "draft_vocab_size", "rms_norm_eps"]
         if self.kind is HeadKind.MEDUSA:
             sizes += ["num_medusa_heads", "num_medusa_layers"]
@@ -143,6 +144,11 @@ class HeadConfig:
         for name in sizes:
             if (value := getattr(self, name)) <= 0:
                 raise ModelError(f"{where}: {name} is {value}, must be above 0")
+        for depth, rates in enumerate(self.hit_rates, start=1):
+            if not all(0.0 <= rate <= 1.0 for rate in rates) or math.fsum(rates) > 1.0 + 1e-6:
+                raise ModelError(
+                    f"{where}: hit_rates of depth {depth} are {list(rates)}, must be within 0..1 and 1 at most in sum"
+                )
 
 
 def decoder_head_config(

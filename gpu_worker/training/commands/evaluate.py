@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from gpu_worker.config import LayerIdsName
 from gpu_worker.models.heads.base import DraftHead
 from gpu_worker.models.heads.build import build_head
 from gpu_worker.models.heads.config import SECTION, HeadKind
@@ -20,6 +21,7 @@ from gpu_worker.models.native import NativeCausalLM
 from gpu_worker.training.commands.options import (
     DATA,
     Conversations,
+    LayerIds,
     Target,
     Threads,
     serving_target,
@@ -58,11 +60,12 @@ def evaluate(
     ] = 448,
     temperature: Annotated[float, typer.Option(min=0, help="Of the served answers.")] = 0.0,
     served: Annotated[bool, typer.Option(help="Also generate the answers anew with drafting on.")] = True,
+    eagle3_layer_ids: LayerIds = "inputs",
     threads: Threads = 0,
 ) -> None:
     """Acceptance on conversations that were held out of training; also written to evaluation.json beside the head."""
     head = head.expanduser()
-    loaded = _load(head, model, dtype, tokens, threads)
+    loaded = _load(head, model, dtype, tokens, eagle3_layer_ids, threads)
     chosen = held_out_greedy(conversations.expanduser(), count)
     offline, method, context = loaded.evaluator.measure(chosen), loaded.method, loaded.context
     del loaded
@@ -79,6 +82,7 @@ def evaluate(
                 str(head),
                 num_draft_tokens=amount,
                 tree_depth=levels,
+                layer_ids_name=eagle3_layer_ids,
                 max_context_tokens=context,
                 num_threads=threads,
             )
@@ -117,7 +121,9 @@ class _Loaded:
     context: int  # tokens, to serve with
 
 
-def _load(path: Path, model: str, dtype: str, depth: int, threads: int) -> _Loaded:
+def _load(
+    path: Path, model: str, dtype: str, depth: int, layer_ids_name: LayerIdsName, threads: int
+) -> _Loaded:
     """The target with the head or draft model at `path` beside it."""
     source = resolve_model(model)
     target, attention = serving_target(source, dtype, threads)
@@ -128,7 +134,7 @@ def _load(path: Path, model: str, dtype: str, depth: int, threads: int) -> _Load
         draft = load_draft_model(str(path), target, export_tokenizer(source), dtype, target.device, team)
         head, method = DraftModelAsHead(draft, target.config.vocab_size), SpeculationMethod.DRAFT_MODEL
     else:
-        checkpoint = load_head(str(path), target.config)
+        checkpoint = load_head(str(path), target.config, layer_ids_name)
         config = checkpoint.config
         method = SpeculationMethod.from_label(config.kind.value)
         if config.kind is HeadKind.MEDUSA:

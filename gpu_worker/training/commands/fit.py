@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 import typer
 
+from gpu_worker.config import LayerIdsName
 from gpu_worker.layers.linear import ACTIVATION_DTYPES
 from gpu_worker.models.heads.config import HeadKind
 from gpu_worker.training.batches import DraftVocabulary
 from gpu_worker.training.checkpoint import RunData, read_checkpoint
-from gpu_worker.training.commands.options import DATA, Features, Meter, Threads
+from gpu_worker.training.commands.options import DATA, Features, LayerIds, Meter, Threads
 from gpu_worker.training.dataset import FeatureDataset
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.features import FeatureMeta, feature_paths
@@ -67,8 +68,9 @@ def fit(
         str, typer.Option(help="Under torchrun: ddp (each process holds everything) or fsdp (a share of it).")
     ] = "ddp",
     precision: Annotated[
-        str, typer.Option(help="bfloat16, float32, or auto: bfloat16 where the processor multiplies it.")
+        str, typer.Option(help="bfloat16, float32, or auto: bfloat16 where the device multiplies it.")
     ] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
     seed: int = 1,
     validate_every: Annotated[int, typer.Option(min=1, help="Steps.")] = 250,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps.")] = 100,
@@ -78,6 +80,7 @@ def fit(
             help="A head of this kind to go on from, in its own form (layers, norms); a checkpoint goes before it."
         ),
     ] = "",
+    eagle3_layer_ids: LayerIds = "inputs",
     refresh_data: Annotated[bool, typer.Option(help="Resume with the shards that are there now.")] = False,
     threads: Threads = 0,
 ) -> None:
@@ -103,7 +106,8 @@ def fit(
     if start_from and kind == DRAFT_MODEL:
         raise TrainingError(f"start_from: {start_from!r}, a draft model starts from the target's layers")
     named = _one_of("precision", precision, ["auto", "bfloat16", "float32"])
-    dtype = ACTIVATION_DTYPES[resolve_dtype(named, "cpu")]
+    on = _device(device)
+    dtype = ACTIVATION_DTYPES[resolve_dtype(named, on)]
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     keep_freed_memory()
     run = _Run(
@@ -115,7 +119,9 @@ def fit(
         output=output.expanduser(),
         objective=default_objective(kind, unroll=unroll, loss=kind_of_loss, decay=decay),
         dtype=dtype,
+        device=on,
         start_from=start_from,
+        layer_ids_name=eagle3_layer_ids,
         refresh_data=refresh_data,
         settings=FitSettings(
             steps=steps,
@@ -132,7 +138,7 @@ def fit(
     if "WORLD_SIZE" not in os.environ:
         _train(run, chief=True)
         return
-    dist.init_process_group("gloo")  # under torchrun
+    dist.init_process_group("nccl" if on.type == "cuda" else "gloo")  # under torchrun
     try:
         _train(run, chief=dist.get_rank() == 0)
     finally:
@@ -154,7 +160,9 @@ class _Run:
     output: Path
     objective: Objective
     dtype: torch.dtype
+    device: torch.device
     start_from: str  # a head, or nothing
+    layer_ids_name: LayerIdsName  # of such a head, if it is a published EAGLE-3
     refresh_data: bool
     settings: FitSettings
 
@@ -165,7 +173,9 @@ def _train(run: _Run, *, chief: bool) -> None:
     target = FrozenTarget.load(resolve_model(meta.target), meta.vocab_size)
     start = None
     if run.start_from:
-        start = StartingHead.load(run.start_from, run.kind, target.config, meta.feature_layers)
+        start = StartingHead.load(
+            run.start_from, run.kind, target.config, meta.feature_layers, run.layer_ids_name
+        )
     dataset, data = _data(run, start)
     made = recipe(
         run.kind,
@@ -186,7 +196,7 @@ def _train(run: _Run, *, chief: bool) -> None:
         DraftVocabulary.of(data.draft_ids, dataset.meta.vocab_size),
         run.objective,
         run.dtype,
-    )
+    ).to(run.device)
     facts = {**made.facts, "precision": str(run.dtype).removeprefix("torch.")}
     trainer = Trainer(module, dataset, data, settings, run.output, facts)
     if chief:
@@ -248,10 +258,10 @@ def _data(run: _Run, start: StartingHead | None) -> tuple[FeatureDataset, RunDat
         )
         return dataset, RunData(tuple(path.name for path in paths), most)
     ids = RunData.of(state).draft_ids
-    # Without a head to start from the trainer sees that for itself, in the head's configuration.
-    if start is not None and len(ids) != max(size, len(start.ids)):
+    wanted = size if start is None else max(size, len(start.ids))
+    if len(ids) != wanted:
         raise TrainingError(
-            f"{run.output}: its checkpoint was made with draft_vocab {len(ids)}, not {max(size, len(start.ids))}"
+            f"{run.output}: its checkpoint was made with draft_vocab {len(ids)}, not {wanted}"
         )
     return dataset, RunData(tuple(path.name for path in paths), ids)
 
@@ -265,6 +275,17 @@ def _with_meter(trainer: Trainer, settings: FitSettings) -> Measures:
             meter.show(done.step, settings.steps, note)
 
         return trainer.run(report)
+
+
+def _device(name: str) -> torch.device:
+    """Under torchrun each process of a machine takes a GPU of its own."""
+    if _one_of("device", name, ["auto", "cpu", "cuda"]) == "cpu" or not torch.cuda.is_available():
+        if name == "cuda":
+            raise TrainingError("device: 'cuda', torch finds no GPU")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...] | list[str]) -> str:

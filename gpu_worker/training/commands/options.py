@@ -12,6 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gpu_worker.attention.cpu import CPUAttention
+from gpu_worker.config import LayerIdsName
 from gpu_worker.kernels import native
 from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.models.base import CausalLM
@@ -26,6 +27,12 @@ Target = Annotated[
 ]
 Conversations = Annotated[Path, typer.Option(help="Directory of conversation shards.")]
 Features = Annotated[Path, typer.Option(help="Directory of feature shards.")]
+LayerIds = Annotated[
+    LayerIdsName,
+    typer.Option(
+        "--eagle3-layer-ids", help="What a published EAGLE-3 head's layer ids name: inputs or outputs."
+    ),
+]
 Threads = Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0: all.")]
 
 

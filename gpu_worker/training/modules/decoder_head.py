@@ -115,7 +115,7 @@ class DecoderHead(nn.Module):
         rotary = RotaryEmbedding(
             self.config.rope,
             self.config.head_dim,
-            int(batch.positions.max()) + steps,
+            batch.num_positions + steps,
             dtype,
             embedding.device,
         )
@@ -161,7 +161,7 @@ class DecoderHead(nn.Module):
 
     def _all_rows(self, batch: TrainingBatch, dtype: torch.dtype) -> Layout:
         spans = tuple(type(s)(s.first_token, s.end_token, s.first_token, s.end_token) for s in batch.spans)
-        return Layout.of(spans, torch.arange(batch.num_tokens), self._group, dtype)
+        return Layout.of(spans, torch.arange(batch.num_tokens, device=batch.rows.device), self._group, dtype)
 
     def _inputs(
         self, embedded: torch.Tensor, feature: torch.Tensor

@@ -53,7 +53,7 @@ class DraftModel(nn.Module):
     def unroll(self, batch: TrainingBatch, embedding: torch.Tensor, steps: int) -> Iterator[DraftStep]:
         """Fed with the conversation's own tokens, step k of a row is step 0 of the row k further on."""
         dtype = embedding.dtype
-        positions = int(batch.positions.max()) + 1
+        positions = batch.num_positions
         rotary = RotaryEmbedding(
             self.config.rope, self.config.head_dim, positions, dtype, embedding.device
         ).at(batch.positions)

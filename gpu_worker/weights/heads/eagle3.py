@@ -8,10 +8,11 @@ does not tell; `layer_ids_name` says which. One off costs acceptance, never corr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from gpu_worker.config import LayerIdsName
 from gpu_worker.errors import ModelError
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.heads.config import HeadConfig, HeadKind
@@ -27,7 +28,6 @@ from gpu_worker.weights.heads.mapping import (
     reduced_vocabulary,
 )
 
-LayerIdsName = Literal["inputs", "outputs"]
 _AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 
 

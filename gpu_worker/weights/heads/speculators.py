@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from gpu_worker.config import LayerIdsName
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.heads.config import HeadConfig
 from gpu_worker.weights.heads.eagle import read_eagle
-from gpu_worker.weights.heads.eagle3 import LayerIdsName, read_eagle3
+from gpu_worker.weights.heads.eagle3 import read_eagle3
 from gpu_worker.weights.heads.files import HeadFiles
 from gpu_worker.weights.heads.mapping import decoder_settings
 

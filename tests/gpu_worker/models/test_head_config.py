@@ -47,6 +47,8 @@ def test_what_is_written_is_read() -> None:
         ({"kind": "eagle4"}, r"config.json: .*kind"),
         ({"max_position_embeddings": -5}, "config.json: max_position_embeddings is -5, must be above 0"),
         ({"num_kv_heads": 0}, "config.json: num_kv_heads is 0, must be above 0"),
+        ({"hit_rates": [[0.5], [0.9, 0.5]]}, r"config.json: hit_rates of depth 2 are \[0.9, 0.5\], must be"),
+        ({"hit_rates": [[-0.1]]}, "config.json: hit_rates of depth 1"),
         ({"hidden_layers": 3}, "config.json: unknown field 'hidden_layers'"),
     ],
 )

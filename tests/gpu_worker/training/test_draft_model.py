@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,10 @@ def test_all_layers_give_the_target_itself(frozen: FrozenTarget, tiny_model_dir:
 def test_what_cannot_be_is_refused(frozen: FrozenTarget, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="layers: 3, the target has 2"):
         new_draft_model(frozen, 3)
+    rope = dataclasses.replace(frozen.config.rope, frequency_divisors=(1.0,) * 8)
+    divided = dataclasses.replace(frozen, config=dataclasses.replace(frozen.config, rope=rope))
+    with pytest.raises(TrainingError, match="divisors"):  # at once, not when all is done
+        new_draft_model(divided, 1)
     with pytest.raises(ModelError, match="layer 2"):
         frozen.layer_tensor(2, "input_layernorm.weight", (64,))
     qwen = make_tiny_llama(tmp_path, architecture="Qwen3ForCausalLM")

@@ -29,7 +29,7 @@ def test_features_are_what_the_target_computes(
         ids = conversations[index].token_ids
         read = shard.read(index, hidden=True, captured=True)
         assert tuple(read.token_ids.tolist()) == ids
-        batch = prefill_batch([ids], 4)
+        batch = prefill_batch([ids], 4, "cpu")
         hidden, captured = target.forward_capturing(
             batch, target.new_pool(len(ids), 4), ReferenceAttention(), (0, 1)
         )

@@ -6,13 +6,17 @@ import csv
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from gpu_worker.drafting.tree_shape import build_product_tree
 from gpu_worker.models.heads.config import SECTION, HeadConfig, HeadKind
 from gpu_worker.models.heads.tensors import tensor_shapes
+from gpu_worker.training import hit_rates as hit_rates_module
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.frozen_target import FrozenTarget
 from gpu_worker.training.schedule import learning_rate
@@ -126,6 +130,36 @@ def test_the_command_writes_a_head_and_goes_on_from_it(features_dir: Path, tmp_p
     assert not torch.equal(load_file(output / "model.safetensors")["fuse.weight"], tensors["fuse.weight"])
 
 
+def test_rates_of_a_few_rows_do_not_add_up_to_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sixths = [[1 / 6] * 6 + [0.0] * 2]  # 0.1667 when rounded
+    monkeypatch.setattr(hit_rates_module, "measure_hit_rates", lambda *_: sixths)
+    objective: Any = SimpleNamespace(eval=lambda: None, train=lambda: None)
+    objective.head = SimpleNamespace(unroll=lambda *_: ())
+    objective.embedding = None
+    batch: Any = SimpleNamespace(num_rows=6, rows=torch.zeros(6))
+    (rates,) = hit_rates_module.hit_rates(objective, [batch], 1)
+    assert rates[:6] == (0.1666,) * 6
+    assert build_product_tree([rates], 6).num_nodes == 6
+
+
+def test_an_epoch_with_too_few_batches_is_named(
+    frozen: FrozenTarget, features_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(HeadKind.EAGLE3, frozen, features_dir, tmp_path, steps=30)
+    first = run._dataset.epoch(0, 1, 48)
+    monkeypatch.setattr(run._dataset, "epoch", lambda number, *_: [] if number else first)
+    with pytest.raises(TrainingError, match="one batch for each of 1 processes, there are 0"):
+        run.run()
+
+
+def test_another_vocabulary_than_the_checkpoint_has_is_refused(features_dir: Path, tmp_path: Path) -> None:
+    output, own = tmp_path / "head", ("--own-lm-head",)
+    assert _fit(features_dir, output, 2, options=own).returncode == 0
+    other = _fit(features_dir, output, 3, options=own, draft_vocab=90)
+    assert other.returncode == 1
+    assert other.stderr.strip().endswith("its checkpoint was made with draft_vocab 100, not 90")
+
+
 def test_the_command_writes_a_draft_model(features_dir: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
     done = _fit(features_dir, tmp_path, 3, kind="draft-model")
     assert done.returncode == 0, done.stderr
@@ -155,10 +189,17 @@ def test_two_processes_train_one_head(features_dir: Path, tmp_path: Path) -> Non
 
 
 def _fit(
-    features: Path, output: Path, steps: int, *launcher: str, kind: str = "eagle3", parallel: str = "ddp"
+    features: Path,
+    output: Path,
+    steps: int,
+    *launcher: str,
+    kind: str = "eagle3",
+    parallel: str = "ddp",
+    draft_vocab: int = 100,
+    options: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
-    options = {"steps": steps, "rows": 40, "unroll": 2, "draft-vocab": 100, "warmup": 1, "threads": 1}
-    arguments = [f"--{name}={value}" for name, value in options.items()]
+    values = {"steps": steps, "rows": 40, "unroll": 2, "draft-vocab": draft_vocab, "warmup": 1, "threads": 1}
+    arguments = [*(f"--{name}={value}" for name, value in values.items()), *options]
     return run_python(
         *(*launcher, "-m", "gpu_worker.training.cli", "fit", kind),
         *("--features", str(features), "--output", str(output), "--precision", "float32"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from gpu_worker.attention.reference import ReferenceAttention
+from gpu_worker.forward_batch import ForwardBatch
 from gpu_worker.models.heads.build import build_head
 from gpu_worker.models.heads.config import HeadKind
 from gpu_worker.training.conversations import Conversation
@@ -62,32 +65,48 @@ def _greedy_conversation(target: object, prompt: list[int], count: int) -> Conve
     return Conversation(tuple(ids), ((len(prompt), len(ids)),), greedy=True)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (HeadKind.EAGLE3, {}),
+        (HeadKind.EAGLE3, {"attends_first_slot": False}),
+        (HeadKind.EAGLE, {"target_hidden": "residual", "attends_first_slot": False}),
+    ],
+)
 def test_offline_acceptance_is_that_of_drafting_one_chain_at_a_time(
-    frozen: FrozenTarget, tiny_model_dir: Path
+    frozen: FrozenTarget, tiny_model_dir: Path, kind: HeadKind, changes: dict[str, Any]
 ) -> None:
-    objective, vocab = draft_objective(HeadKind.EAGLE3, frozen, vocabulary=DRAFT_VOCABULARY)
-    config = objective.head.config
+    objective, vocab = draft_objective(kind, frozen, vocabulary=DRAFT_VOCABULARY)
+    config = dataclasses.replace(objective.head.config, **changes)
     target = load_model(resolve_model(str(tiny_model_dir)), "float32", "cpu")
     head = build_head(config, {**objective.head.tensors(), "draft_ids": vocab.ids}, target)
     attention = ReferenceAttention()
     conversation = _greedy_conversation(target, [5, 9, 30, 44, 60], 40)
     evaluator = OfflineEvaluator(target, head, attention, depth=3)
+    seen: list[torch.Tensor] = []
+    evaluator._count = lambda _, starts, drafts, tally: seen.extend((starts, drafts))  # type: ignore[method-assign]
+    evaluator.measure([conversation])
+    starts, drafts = seen
     ids = list(conversation.token_ids)
-    batch = prefill_batch([ids], 16)
-    _, captured = target.forward_capturing(batch, target.new_pool(3, 16), attention, config.feature_layers)
-    starts = torch.arange(5, 44)
-    drafts, _ = evaluator._chains(head, batch, captured, starts)
+    batch = prefill_batch([ids], 16, "cpu")
+    layers = config.hidden_layers(target.num_layers)
+    _, features = target.forward_capturing(batch, target.new_pool(3, 16), attention, layers)
+    first = 0 if config.attends_first_slot else 1  # the first pair that is stored
     pages = list(range(12))
+
+    def shifted_on(batch: ForwardBatch) -> ForwardBatch:
+        return dataclasses.replace(batch, positions=batch.positions + first)
+
     for row, start in enumerate(starts.tolist()):
         pool = head.new_pool(12, 4)
-        shifted = torch.cat((torch.zeros(1, config.feature_size), captured[:start]))
-        rows = head.forward(
-            make_batch(ids[: start + 1], 0, pages), shifted, pool, attention, recycled=False
-        ).select(torch.tensor([start]))
+        pairs = torch.cat((torch.zeros(1, config.feature_size), features[:start]))[first:]
+        whole = shifted_on(make_batch(ids[first : start + 1], 0, pages))
+        rows = head.forward(whole, pairs, pool, attention, recycled=False)
+        rows = rows.select(torch.tensor([start - first]))
         chain = []
         for k in range(3):
             chain.append(int(vocab.ids[head.output.argmax(rows.normed)]))
-            batch_k = make_batch([chain[-1]], start + k + 1, pages)
+            batch_k = shifted_on(make_batch([chain[-1]], start + k + 1 - first, pages))
             rows = head.forward(batch_k, rows.recycled, pool, attention, recycled=True)
         assert drafts[row].tolist() == chain
 

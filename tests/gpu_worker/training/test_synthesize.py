@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.passages import Passage
 from gpu_worker.training.prompts import read_prompts
 from gpu_worker.training.synthesis_settings import SynthesisSettings
-from gpu_worker.training.synthesize import Synthesizer
+from gpu_worker.training.synthesize import Synthesizer, _Draft
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
 from shared_mem.records import SamplingRecord
@@ -247,3 +248,26 @@ def test_answers_of_documents_are_taken_as_they_are(engine, tmp_path: Path) -> N
     others, _ = _written(tmp_path / "control", chat, ends, control, 10, **{**shares, "answered_share": 1.0})
     assert len(others) == 10
     assert not any("dog" in text for text in others)
+
+
+def test_spans_of_answers_that_a_template_renders_otherwise_are_dropped(engine) -> None:
+    chat = ChatTemplate(Path(engine.facts.tokenizer_path))
+    synthesizer = _synthesizer(engine)
+
+    def answered(pieces: list[str]) -> _Draft:
+        draft = _Draft((0, 0), [{"role": "user", "content": "hello"}], random.Random(0), True, True, [], [])
+        drawn = [token for piece in pieces for token in chat._encode(piece)]
+        first = synthesizer._answer_request(draft)
+        synthesizer._take_answer(draft, Generation(first, (*drawn, IM_END_ID), True, ()))
+        assert len(draft.answers) == 1
+        draft.messages.append({"role": "user", "content": "and now?"})
+        second = synthesizer._answer_request(draft)
+        synthesizer._take_answer(draft, Generation(second, (*chat._encode("no"), IM_END_ID), True, ()))
+        return draft
+
+    kept = answered(["the quick brown fox"])
+    assert [chat.text(kept.token_ids[a:b]) for a, b in kept.answers] == ["the quick brown fox", "no"]
+    # the same text drawn letter by letter: a template gives it other ids
+    assert [chat.text(d.token_ids[a:b]) for d in [answered(list("the quick"))] for a, b in d.answers] == [
+        "no"
+    ]

@@ -1,0 +1,80 @@
+"""Medusa's nodes: what a request has truncated away is neither drafted nor verified."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpu_worker.drafting.base import DraftRequest
+from gpu_worker.drafting.medusa import MedusaDrafter
+from gpu_worker.layers.linear import Linear
+from gpu_worker.layers.output_head import TorchOutputHead
+from gpu_worker.models.heads.config import HeadConfig, HeadKind
+from gpu_worker.request_state import RequestTable
+from gpu_worker.sampling.sampler import Sampler
+from shared_mem.records import Admission, SamplingRecord
+
+_VOCABULARY, _HIDDEN, _HEADS, _BUDGET = 100, 8, 3, 20
+
+
+def _proposed(*, shared: bool, tree: bool = True, **sampling: Any) -> tuple[list[int], list[int], list[int]]:
+    """(tokens, parents, depths) of what three heads, the same output behind each, propose with `sampling`."""
+    torch.manual_seed(0)
+    weights = torch.randn(_VOCABULARY, _HIDDEN) * 3
+    outputs = [TorchOutputHead(Linear(weights)) for _ in range(1 if shared else _HEADS)]
+    cpu = torch.device("cpu")
+    scales = torch.tensor([1.0, 0.7, -0.4])[None, :, None]  # heads of different minds
+    heads: Any = SimpleNamespace(
+        config=HeadConfig(HeadKind.MEDUSA, _HIDDEN, _VOCABULARY, _VOCABULARY, num_medusa_heads=_HEADS),
+        outputs=outputs * _HEADS if shared else outputs,
+        token_ids=None,
+        dtype=torch.float32,
+        device=cpu,
+        forward=lambda normed: normed[:, None] * scales,
+    )
+    table, sampler = RequestTable(2, 64, 16, cpu), Sampler(2, _VOCABULARY, "cpu")
+    drafter = MedusaDrafter(heads, sampler, table, _HEADS, tree=tree)
+    record = SamplingRecord(seed=3, **sampling)
+    admission = Admission(0, 1, np.array([1, 2, 3], dtype=np.int32), 3, 0, 0, record, 0)
+    table.admit(admission)
+    sampler.admit(0, record, admission.token_ids, 3)
+    drafter.admit(admission)
+    drafter._hidden[0], drafter._ready[0] = torch.randn(_HIDDEN), True
+    proposed = drafter.propose([DraftRequest(0, _BUDGET)])
+    return proposed.tokens.tolist(), proposed.parents.tolist(), proposed.depths.tolist()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_law_of_one_token_leaves_a_chain(shared: bool) -> None:
+    tokens, parents, depths = _proposed(shared=shared, temperature=1.0, top_k=1)
+    assert depths == [0, 1, 2, 3]
+    assert parents == [0, 0, 1, 2]
+    assert 0 not in tokens[1:]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.5},
+        {"temperature": 0.8, "min_p": 0.3},
+        {"temperature": 1.0, "top_k": 2},
+        {"presence_penalty": 1.0},
+    ],
+)
+@pytest.mark.parametrize("tree", [True, False])
+def test_one_pass_over_shared_rows_gives_what_a_pass_for_each_head_does(
+    sampling: dict[str, Any], tree: bool
+) -> None:
+    together = _proposed(shared=True, tree=tree, **sampling)
+    assert together == _proposed(shared=False, tree=tree, **sampling)
+    tokens, parents, depths = together
+    assert len(tokens) > 1
+    assert all(
+        parent < node and depths[parent] == depths[node] - 1 for node, parent in enumerate(parents) if node
+    )
