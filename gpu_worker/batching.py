@@ -27,7 +27,7 @@ class SequenceRows:
     num_known: int
     extra_ids: tuple[int, ...] = ()
     extra_positions: tuple[int, ...] = ()
-    tree_mask: torch.Tensor | None = None  # [num_rows, num_rows] bool
+    tree_mask: torch.Tensor | None = None  # [num_rows, num_rows] bool, on the host
 
     @property
     def num_rows(self) -> int:

@@ -89,11 +89,11 @@ class DraftTree:
         return HostNodes(shape.indptr, shape.parents, shape.depths, self.tokens.tolist())
 
     def ancestors(self) -> torch.Tensor:
-        """[N, N] bool: row i is True at i and at every ancestor of node i (same request only)."""
+        """[N, N] bool on the host: row i is True at i and at every ancestor of node i (same request only)."""
         visible = np.eye(self.num_nodes, dtype=np.bool_)
         for node, parent in enumerate(self.shape.parents):
             visible[node] |= visible[parent]  # its row is complete: parents come first
-        return to_device(visible, self.tokens.device)
+        return torch.from_numpy(visible)
 
     def is_chain(self) -> bool:
         """True if no node of any request has two children: depth counts up along each request's nodes."""

@@ -25,7 +25,8 @@ class AttentionMetadata:
     kv_lens: npt.NDArray[np.int32]  # [B], this step's rows included
     page_indptr: npt.NDArray[np.int32]  # [B + 1]
     page_indices: npt.NDArray[np.int32]  # [sum of pages]
-    tree_masks: tuple[torch.Tensor | None, ...]  # per request: None (causal) or [q, q] bool, ancestor-or-self
+    # Per request: None (causal) or [q, q] bool on the host, where passes are planned; ancestor-or-self.
+    tree_masks: tuple[torch.Tensor | None, ...]
 
     @property
     def num_requests(self) -> int:

@@ -98,7 +98,7 @@ def _build(metadata: AttentionMetadata, members: list[int], shape: _Shape) -> Fe
             padding = most_rows - int(num_query[g])
             mask = metadata.tree_masks[b]
             assert mask is not None, "a tree has a mask"
-            bias[g, padding:, padding:].masked_fill_(mask.cpu(), 0.0)
+            bias[g, padding:, padding:].masked_fill_(mask, 0.0)
             bias[g, :padding] = 0.0
         own_positions = num_prefix[:, None] + np.maximum(steps, 0)
         own = KeyBlock(_slots(metadata, members, own_positions), None, bias)

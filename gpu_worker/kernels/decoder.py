@@ -262,7 +262,7 @@ def _ancestor_lists(metadata: AttentionMetadata) -> list[np.ndarray]:
         if mask is None:
             continue
         begin, end = int(metadata.qo_indptr[b]), int(metadata.qo_indptr[b + 1])
-        visible = mask.cpu().numpy()
+        visible = mask.numpy()
         if visible.shape != (end - begin, end - begin):
             raise KernelError(f"tree_masks[{b}]: {list(visible.shape)}, expected {[end - begin] * 2}")
         counts[begin + 1 : end + 1] = visible.sum(axis=1)
