@@ -7,7 +7,6 @@ steps may be in flight: plans look ahead (batch_planner.py), results are applied
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 
 from scheduler_svc.errors import DraftlineError, ErrorReason
@@ -24,6 +23,7 @@ from scheduler_svc.messages import (
 )
 from scheduler_svc.scheduler.batch_planner import BatchPlanner, PlannedRow
 from scheduler_svc.scheduler.counters import Counters
+from scheduler_svc.scheduler.deadlines import Deadlines
 from scheduler_svc.scheduler.events import (
     Outbound,
     abort_event,
@@ -90,7 +90,7 @@ class Scheduler:
             initial_settings(limits),
         )
         self._requests: dict[str, Request] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines = Deadlines()
         self._num_submitted = 0
         self._step_id = 0
         self._in_flight: list[_StepInFlight] = []  # oldest first
@@ -109,7 +109,7 @@ class Scheduler:
         for sequence in request.sequences:
             self._queue.push(sequence)
         if submit.deadline is not None:
-            heapq.heappush(self._deadlines, (submit.deadline, request.serial, request))
+            self._deadlines.add(request.serial, request.request_id, submit.deadline)
         return []
 
     def _refusal(self, submit: Submit) -> Rejected | None:
@@ -189,20 +189,19 @@ class Scheduler:
         One that never ran is rejected. For the others the frontend has ended the call by itself.
         """
         rejected = []
-        while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].is_live):
-            _, _, request = heapq.heappop(self._deadlines)
-            if request.is_live:
-                if not request.was_scheduled:
-                    message = "the deadline passed while the request was queued"
-                    rejection = Rejected(request.request_id, ErrorReason.EXPIRED_IN_QUEUE, message)
-                    rejected.append(Outbound(request.frontend, rejection))
-                self._end_all(request)
+        for request_id in self._deadlines.passed(now):
+            request = self._requests[request_id]
+            if not request.was_scheduled:
+                message = "the deadline passed while the request was queued"
+                rejection = Rejected(request_id, ErrorReason.EXPIRED_IN_QUEUE, message)
+                rejected.append(Outbound(request.frontend, rejection))
+            self._end_all(request)
         return rejected
 
     @property
     def next_deadline(self) -> float | None:
         """When expire has something to do next, at the earliest."""
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.next
 
     # --- steps ---
 
@@ -298,6 +297,7 @@ class Scheduler:
         sequence.state = SequenceState.ENDED
         if not sequence.request.is_live:
             del self._requests[sequence.request.request_id]
+            self._deadlines.discard(sequence.request.serial)
 
     def _end_all(self, request: Request) -> None:
         for sequence in request.live_sequences:

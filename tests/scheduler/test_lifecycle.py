@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from scheduler_svc.errors import ErrorReason
 from scheduler_svc.messages import Cancel, LoadReply, MethodCounters, Rejected
+from scheduler_svc.scheduler.request import Request
 from shared_mem.enums import FinishReason, SpeculationMethod
 from tests.scheduler.harness import EOS, FRONTEND, Harness, make_limits, make_submit, prompt_of
 from tests.scheduler.simulated_worker import model_text
@@ -223,8 +226,32 @@ def test_ended_requests_leave_no_deadline_behind() -> None:
     for i in range(3):
         harness.submit(make_submit(str(i), prompt_of(4), deadline=1e9))
     harness.run()
-    harness.scheduler.expire(harness.now)
     assert harness.scheduler.next_deadline is None
+
+
+def test_ended_requests_leave_memory_while_one_with_an_earlier_deadline_lives() -> None:
+    harness = Harness()
+    harness.submit(make_submit("long", prompt_of(4), max_tokens=50, deadline=100.0))
+    harness.dispatch()
+    for i in range(500):
+        harness.submit(make_submit(f"short{i}", prompt_of(8, i % 5), deadline=200.0 + i))
+        harness.cancel(f"short{i}")
+    gc.collect()  # a request and its sequences know each other
+    in_memory = {o.request_id for o in gc.get_objects() if isinstance(o, Request) and o.frontend == FRONTEND}
+    assert {name for name in in_memory if name.startswith("short")} == set()
+    assert len(harness.scheduler._deadlines) < 100
+    assert harness.scheduler.next_deadline == 100.0
+
+
+def test_the_deadline_of_an_earlier_use_of_an_id_does_not_count() -> None:
+    harness = Harness()
+    harness.submit(make_submit("long", prompt_of(4), max_tokens=50, deadline=1.0))
+    harness.submit(make_submit("r", prompt_of(4, 2), deadline=2.0))
+    harness.cancel("r")
+    harness.submit(make_submit("r", prompt_of(4, 3), deadline=9.0))
+    harness.now = 2.0
+    harness.run()
+    assert harness.output("r").finished.reason is FinishReason.LENGTH
 
 
 def test_lost_workers_end_every_request_with_a_status() -> None:
