@@ -37,7 +37,7 @@ class Deadlines:
     def passed(self, now: float) -> list[str]:
         """The ids of the live requests whose time is over, earliest deadline first; they are forgotten."""
         request_ids = []
-        while self._heap and self._heap[0][0] <= now:
+        while self._heap and (self._heap[0][0] <= now or self._heap[0][1] not in self._request_ids):
             _, serial = heapq.heappop(self._heap)
             request_id = self._request_ids.pop(serial, None)
             if request_id is not None:
@@ -46,5 +46,5 @@ class Deadlines:
 
     @property
     def next(self) -> float | None:
-        """The earliest deadline, but for entries that `discard` has yet to drop; None: nobody has one."""
+        """The earliest deadline; None: nobody has one."""
         return self._heap[0][0] if self._heap else None

@@ -186,15 +186,17 @@ class Scheduler:
     def expire(self, now: float) -> list[Outbound]:
         """Ends requests whose deadline has passed; call it before schedule, so that none reaches a worker.
 
-        One that never ran is rejected. For the others the frontend has ended the call by itself.
+        `now` is of the clock that deadlines were given in, which need not be that of other times. Each is rejected,
+        whether it ran or not: usually the call has ended by itself then, but no stream may depend on that.
         """
         rejected = []
         for request_id in self._deadlines.passed(now):
             request = self._requests[request_id]
-            if not request.was_scheduled:
-                message = "the deadline passed while the request was queued"
-                rejection = Rejected(request_id, ErrorReason.EXPIRED_IN_QUEUE, message)
-                rejected.append(Outbound(request.frontend, rejection))
+            message = (
+                f"the deadline passed while the request {'ran' if request.was_scheduled else 'was queued'}"
+            )
+            rejection = Rejected(request_id, ErrorReason.EXPIRED_IN_QUEUE, message)
+            rejected.append(Outbound(request.frontend, rejection))
             self._end_all(request)
         return rejected
 

@@ -25,6 +25,11 @@ def test_an_ended_head_does_not_wake_anybody() -> None:
     assert deadlines.next == 2.0
     deadlines.discard(2)
     assert (deadlines.next, len(deadlines)) == (None, 0)
+    for serial, name in enumerate(("passes", "ends", "stays"), 3):
+        deadlines.add(serial, name, float(serial))
+    deadlines.discard(4)
+    assert deadlines.passed(3.0) == ["passes"]
+    assert deadlines.next == 5.0
 
 
 def test_the_heap_stays_small_behind_a_head_that_lives() -> None:

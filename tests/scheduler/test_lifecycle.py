@@ -216,7 +216,9 @@ def test_a_running_request_past_its_deadline_is_gone_with_the_next_plan() -> Non
     harness.now = 3.0
     harness.deliver()
     assert harness.dispatch() is None
-    assert not harness.rejected
+    rejection = harness.rejected["r"]  # without it the stream would wait for ever where the call has no timer
+    assert (rejection.reason, rejection.retry_after) == (ErrorReason.EXPIRED_IN_QUEUE, None)
+    assert "ran" in rejection.message
     assert harness.output("r").finished is None
     harness.assert_idle_and_clean()
 
