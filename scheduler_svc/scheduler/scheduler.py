@@ -34,6 +34,7 @@ from scheduler_svc.scheduler.events import (
 )
 from scheduler_svc.scheduler.limits import Limits
 from scheduler_svc.scheduler.page_allocator import PageAllocator
+from scheduler_svc.scheduler.page_keys import PageKeys
 from scheduler_svc.scheduler.plan_records import step_plan
 from scheduler_svc.scheduler.request import Request, Sequence, SequenceState, new_request
 from scheduler_svc.scheduler.salt_ids import SaltIds
@@ -327,17 +328,13 @@ class Scheduler:
 
     def load(self, call_id: int, now: float) -> LoadReply:
         """The answer to a LoadQuery."""
-        ledger, page_size = self._allocator.ledger, self.limits.page_size
+        ledger = self._allocator.ledger
         return LoadReply(
             call_id=call_id,
             time=now,
             num_running_requests=len(self._slots),
             num_waiting_requests=self._queue.num_requests,
-            num_waiting_tokens=sum(
-                len(sequence.tokens)
-                - page_size * len(self._allocator.find_prefix(sequence, self._planner.followers(sequence)))
-                for sequence in self._queue
-            ),
+            num_waiting_tokens=self._num_waiting_tokens(),
             num_used_pages=ledger.num_owned,
             num_cached_pages=ledger.num_cached,
             num_generated_tokens=self.counters.num_generated_tokens,
@@ -347,6 +344,18 @@ class Scheduler:
             num_cached_tokens=self.counters.num_cached_tokens,
             speculation=self.counters.speculation(),
         )
+
+    def _num_waiting_tokens(self) -> int:
+        """Tokens of waiting samples that no cached prefix covers; the same for all of a request that never ran."""
+        total, per_prompt = 0, dict[PageKeys, int]()
+        for sequence in self._queue:
+            num_tokens = per_prompt.get(sequence.page_keys)
+            if num_tokens is None:
+                methods = self._planner.followers(sequence)
+                num_tokens = len(sequence.tokens) - self._allocator.num_cached_tokens(sequence, methods)
+                per_prompt[sequence.page_keys] = num_tokens
+            total += num_tokens
+        return total
 
     def check_integrity(self) -> None:
         """Recounts pages, references and the prefix tree. Raises LedgerError for what does not add up."""

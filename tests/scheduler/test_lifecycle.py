@@ -8,6 +8,7 @@ import pytest
 
 from scheduler_svc.errors import ErrorReason
 from scheduler_svc.messages import Cancel, LoadReply, MethodCounters, Rejected
+from scheduler_svc.scheduler.prefix_cache import CacheNode
 from scheduler_svc.scheduler.request import Request
 from shared_mem.enums import FinishReason, SpeculationMethod
 from tests.scheduler.harness import EOS, FRONTEND, Harness, make_limits, make_submit, prompt_of
@@ -309,6 +310,35 @@ def test_the_load_adds_up() -> None:
         tuple(sum(step.num_accepted_tokens > i for step in steps) for i in range(depth)),
     )
     assert ngram.num_accepted_tokens > 0
+
+
+def test_a_load_looks_at_few_pages_however_long_the_queued_prompts_are() -> None:
+    limits = make_limits(
+        num_pages=600, max_context_tokens=2100, max_running_requests=2, max_batched_tokens=512
+    )
+    harness = Harness(limits)
+    prompt = prompt_of(2001)
+    harness.submit(make_submit("first", prompt, max_tokens=1))
+    harness.run()
+    for i in range(2):
+        harness.submit(make_submit(f"runs{i}", prompt_of(5, i), max_tokens=50))
+    harness.step()
+    for i in range(10):
+        harness.submit(make_submit(f"samples{i}", prompt, n=4))
+        harness.submit(make_submit(f"longer{i}", (*prompt, i), n=1))
+    cache = harness.scheduler._allocator.cache
+    looks: list[object] = []
+
+    class Known(dict[int, CacheNode]):
+        def get(self, number: int) -> CacheNode | None:  # type: ignore[override]
+            looks.append(number)
+            return super().get(number)
+
+    find = cache.find
+    cache.find = lambda *page: looks.append(page) or find(*page)  # type: ignore[method-assign,func-returns-value]
+    cache._by_prefix_id = Known(cache._by_prefix_id)
+    assert harness.scheduler.load(1, 0.0).num_waiting_tokens == 10 * (4 * 1 + 2)
+    assert 0 < len(looks) <= 20 * 10  # 20 requests of 500 pages, ten of them with four samples
 
 
 def test_events_count_steps_and_plain_steps_carry_zeros() -> None:
