@@ -188,8 +188,7 @@ class BatchPlanner:
         if wanted + promised > allocator.ledger.num_available:
             return None
         self._queue.remove(sequence)
-        if sequence.page_keys is sequence.request.prompt_keys:
-            sequence.page_keys = sequence.page_keys.copy()
+        sequence.take_own_tokens()
         allocator.admit(sequence, prefix, methods)
         sequence.method = self.settings.method_of(sequence.request.submit.speculation)
         self._slots.assign(sequence)

@@ -37,7 +37,8 @@ class Request:
     serial: int  # order of arrival in this process; settles equal arrival times
     salt_id: int  # number of its cache salt
     end_rules: EndRules
-    prompt_keys: PageKeys  # shared by its samples until each is admitted
+    prompt: list[int]  # this and its keys are shared by the samples until each is admitted
+    prompt_keys: PageKeys
     sequences: list[Sequence] = field(default_factory=list)
 
     @property
@@ -147,6 +148,12 @@ class Sequence:
         """
         return self.request.submit.num_prompt_logprobs is None or self.started_sent
 
+    def take_own_tokens(self) -> None:
+        """From now on the sequence may generate: it no longer shares the prompt with its siblings. Once is enough."""
+        if self.tokens is self.request.prompt:
+            self.tokens = list(self.tokens)
+            self.page_keys = self.page_keys.copy()
+
     def page_key(self, index: int) -> bytes:
         """The token ids of full page `index`, as bytes."""
         return self.keys_of(index + 1).keys[index]
@@ -170,6 +177,7 @@ def new_request(submit: Submit, frontend: bytes, serial: int, limits: Limits, sa
         frontend=frontend,
         serial=serial,
         salt_id=salt_id,
+        prompt=list(submit.token_ids),
         prompt_keys=prompt_keys,
         end_rules=EndRules(
             eos_token_ids=frozenset() if stopping.ignore_eos else limits.eos_token_ids,
@@ -181,7 +189,7 @@ def new_request(submit: Submit, frontend: bytes, serial: int, limits: Limits, sa
         ),
     )
     request.sequences = [
-        Sequence(request, index, list(submit.token_ids), _sampling_record(request, seed), prompt_keys)
+        Sequence(request, index, request.prompt, _sampling_record(request, seed), prompt_keys)
         for index, seed in enumerate(submit.seeds)
     ]
     return request

@@ -135,13 +135,14 @@ class Scheduler:
                 check_loaded(method, limits, "speculation.method")
             except DraftlineError as error:
                 return refuse(error.reason, error.message)
-        # Requests that the next plan can start do not count as queued.
+        # Samples that the next plan can start do not count as queued. Each counts: it takes memory and a slot of its
+        # own. A request is taken whole, so that one of many samples is not refused for ever.
         starting = 0 if self._planner.short_of_pages else self._slots.num_free
-        num_queued = self._queue.num_requests - starting
+        num_queued = len(self._queue) - starting
         if num_queued >= limits.max_queued_requests:
             return refuse(
                 ErrorReason.QUEUE_FULL,
-                f"{num_queued} requests wait for a free slot, the limit (max_queued_requests) is "
+                f"{num_queued} samples wait for a free slot, the limit (max_queued_requests) is "
                 f"{limits.max_queued_requests}",
                 _RETRY_AFTER_SECONDS,
             )

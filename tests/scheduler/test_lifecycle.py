@@ -46,6 +46,35 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
     assert harness.scheduler.submit(FRONTEND, make_submit("later", prompt_of(4))) == []
 
 
+def test_the_queue_is_bounded_in_samples_and_takes_a_request_whole() -> None:
+    harness = Harness(make_limits(max_running_requests=1, max_queued_requests=3))
+    harness.submit(make_submit("three", prompt_of(4), n=3))  # one can start, two wait
+    harness.submit(make_submit("five", prompt_of(4), n=5))
+    assert not harness.rejected
+    rejection = refused(harness)
+    assert rejection.reason is ErrorReason.QUEUE_FULL
+    assert "7 samples wait" in rejection.message
+    harness.run()
+    assert len(harness.outputs) == 8
+
+
+def test_waiting_samples_share_one_prompt_until_each_runs() -> None:
+    harness = Harness(make_limits(max_running_requests=2))
+    harness.submit(make_submit("r", prompt_of(9), n=4, max_tokens=12))
+    samples = harness.scheduler._requests["r"].sequences
+    assert all(sample.tokens is samples[0].tokens for sample in samples)
+    assert all(sample.page_keys is samples[0].page_keys for sample in samples)
+    while harness.scheduler._queue:
+        for sample in samples:
+            shares = sample.tokens is sample.request.prompt
+            assert shares == (sample.first_scheduled_time is None)
+        assert samples[0].request.prompt == list(prompt_of(9))
+        harness.step()
+    harness.run()
+    for i in range(4):
+        assert harness.output("r", i).tokens == model_text(prompt_of(9), 1 + i, 12)
+
+
 def test_free_slots_do_not_lengthen_the_queue_while_pages_are_short() -> None:
     harness = Harness(make_limits(num_pages=16, max_queued_requests=1, max_running_requests=8))
     harness.submit(make_submit("large", prompt_of(56), max_tokens=8))
