@@ -63,7 +63,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     speculation: Speculation
     arrival_time: float
     seeds: tuple[int, ...]  # one per sample; len(seeds) == n
-    deadline: float | None = None
+    deadline: float | None = (
+        None  # the scheduler keeps what is left of it at arrival, whatever the clock does then
+    )
     priority: int = 0  # higher runs first
     cache_salt: str = ""
     num_logprobs: int | None = None  # alternatives per token; None: no logprobs
@@ -159,7 +161,10 @@ class ServiceStatus(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """A request ends with a status instead of a result; the last message about it (all samples)."""
+    """A request ends with a status instead of a result; the last message about it (all samples).
+
+    It may have run: EXPIRED_IN_QUEUE stands for every deadline that the scheduler notices before its call ends.
+    """
 
     request_id: str
     reason: ErrorReason

@@ -188,6 +188,7 @@ class BatchPlanner:
         if wanted + promised > allocator.ledger.num_available:
             return None
         self._queue.remove(sequence)
+        sequence.take_own_tokens()
         allocator.admit(sequence, prefix, methods)
         sequence.method = self.settings.method_of(sequence.request.submit.speculation)
         self._slots.assign(sequence)

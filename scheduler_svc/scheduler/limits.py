@@ -20,7 +20,7 @@ class Limits:
     num_pages: int
     max_context_tokens: int  # prompt + generated; at most what the pool holds: one sequence alone always fits
     max_running_requests: int  # slots; at most max_batched_tokens: every running sequence can get a row
-    max_queued_requests: int
+    max_queued_requests: int  # counts samples; while fewer wait for a slot, one more request is taken whole
     max_batched_tokens: int
     eos_token_ids: frozenset[int]
     drafters: Mapping[SpeculationMethod, DrafterFacts] = field(default_factory=dict)

@@ -54,11 +54,19 @@ class PageAllocator:
         nodes: list[CacheNode] = []
         salt = sequence.request.submit.cache_salt
         for i in range((len(sequence.tokens) - 1) // self.page_size):
-            node = self.cache.find(salt, nodes[-1] if nodes else None, sequence.page_key(i, self.page_size))
+            node = self.cache.find(salt, nodes[-1] if nodes else None, sequence.page_key(i))
             if node is None or node.draft_kv & needed != needed:
                 break
             nodes.append(node)
         return nodes
+
+    def num_cached_tokens(self, sequence: Sequence, methods: int) -> int:
+        """Tokens in the pages that find_prefix would give; for counting, at a small cost."""
+        if not self._use_prefix_cache or not sequence.reuses_prefix:
+            return 0
+        num_pages = (len(sequence.tokens) - 1) // self.page_size
+        prefix_ids = sequence.keys_of(num_pages).prefix_ids
+        return self.page_size * self.cache.depth_of(prefix_ids, num_pages, methods & self._hidden_methods)
 
     def num_shareable_tokens(self, sequence: Sequence) -> int:
         """Leading prompt tokens that another sample of the same request could take from the cache."""
@@ -144,7 +152,7 @@ class PageAllocator:
             self._publish_page(sequence, len(sequence.cache_nodes))
 
     def _publish_page(self, sequence: Sequence, index: int) -> None:
-        salt, key = sequence.request.submit.cache_salt, sequence.page_key(index, self.page_size)
+        salt, key = sequence.request.submit.cache_salt, sequence.page_key(index)
         parent = sequence.cache_nodes[-1] if sequence.cache_nodes else None
         page = sequence.pages[index]
         # Drafters that read hidden states are as far as the target; the draft model says itself how far it is.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from scheduler_svc.scheduler.page_keys import prefix_id, root_id
 from scheduler_svc.scheduler.page_ledger import LedgerError, PageLedger
 
 
@@ -18,6 +19,8 @@ class CacheNode:
     page: int
     parent: CacheNode | None
     draft_kv: int  # bit mask of the methods whose draft KV the page holds too
+    prefix_id: int  # see page_keys.py
+    path_kv: int  # methods whose draft KV this page and all before it hold; may lack what was marked later
     children: dict[bytes, CacheNode] = field(default_factory=dict)
     last_used: int = 0
     in_tree: bool = True
@@ -33,6 +36,7 @@ class PrefixCache:
     def __init__(self, ledger: PageLedger) -> None:
         self._ledger = ledger
         self._roots: dict[str, dict[bytes, CacheNode]] = {}
+        self._by_prefix_id: dict[int, CacheNode] = {}
         self._num_nodes = 0
         self._clock = 0
         self._serial = 0
@@ -47,6 +51,22 @@ class PrefixCache:
     def find(self, salt: str, parent: CacheNode | None, key: bytes) -> CacheNode | None:
         """The node of the page `key` behind `parent` (None: at the start of a sequence), if there is one."""
         return self._children(salt, parent).get(key)
+
+    def depth_of(self, prefix_ids: Sequence[int], num_pages: int, methods: int) -> int:
+        """How many of the first `num_pages` pages are here, with draft KV of all `methods` (of hidden states).
+
+        By numbers alone, so only for counting. If a beginning is here, all shorter ones are too: a few looks do.
+        """
+        known = self._by_prefix_id
+        low, high = 0, num_pages
+        while low < high:
+            middle = (low + high) // 2
+            node = known.get(prefix_ids[middle])
+            if node is not None and node.path_kv & methods == methods:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def hold(self, node: CacheNode) -> None:
         """One more sequence uses the node's page; it must hold the ancestors already."""
@@ -63,13 +83,16 @@ class PrefixCache:
 
     def insert(self, salt: str, parent: CacheNode | None, key: bytes, page: int, draft_kv: int) -> CacheNode:
         """Adds a complete page that its sequence holds; there must be no node for this key yet."""
-        node = CacheNode(salt, key, page, parent, draft_kv, last_used=self._clock)
+        number = prefix_id(root_id(salt) if parent is None else parent.prefix_id, key)
+        path_kv = draft_kv if parent is None else draft_kv & parent.path_kv
+        node = CacheNode(salt, key, page, parent, draft_kv, number, path_kv, last_used=self._clock)
         siblings = self._children(salt, parent)
         assert key not in siblings, "two nodes for one prefix"
         self._ledger.enter_cache(page)
         siblings[key] = node
         if parent is None:
             self._roots[salt] = siblings
+        self._by_prefix_id[number] = node
         self._num_nodes += 1
         return node
 
@@ -79,6 +102,11 @@ class PrefixCache:
         self._ledger.enter_cache(page)
         node.page = page
         node.draft_kv = draft_kv
+        outdated = [node]
+        while outdated:
+            node = outdated.pop()
+            node.path_kv = node.draft_kv if node.parent is None else node.draft_kv & node.parent.path_kv
+            outdated.extend(node.children.values())
 
     def evict(self, count: int) -> None:
         """Frees `count` pages that nobody holds, least recently used leaf first."""
@@ -108,6 +136,9 @@ class PrefixCache:
             references, parent = self._ledger.references(node.page), node.parent
             if parent is not None and self._ledger.references(parent.page) < references:
                 raise LedgerError(f"page {node.page} is held more often than its ancestor {parent.page}")
+            path_kv = node.draft_kv if parent is None else node.draft_kv & parent.path_kv
+            if node.path_kv & ~path_kv or self._by_prefix_id.get(node.prefix_id) is not node:
+                raise LedgerError(f"page {node.page} is counted with draft KV that it lacks, or not at all")
             if self._is_evictable(node) and id(node) not in offered:
                 raise LedgerError(f"page {node.page} can be evicted, but would never be found")
 
@@ -133,6 +164,7 @@ class PrefixCache:
         siblings = self._children(node.salt, node.parent)
         del siblings[node.key]
         node.in_tree = False
+        self._by_prefix_id.pop(node.prefix_id, None)
         self._num_nodes -= 1
         self._ledger.leave_cache(node.page)
         if node.parent is not None:

@@ -146,8 +146,8 @@ class SchedulerProcess:
             if scheduler.num_steps_in_flight and time.monotonic() >= self._next_heartbeat_check:
                 self._workers.check_heartbeats()
                 self._next_heartbeat_check = time.monotonic() + _HEARTBEAT_CHECK_SECONDS
+            self._outbox += scheduler.expire(time.monotonic())
             now = time.time()
-            self._outbox += scheduler.expire(now)
             while (plan := scheduler.schedule(now)) is not None:
                 self._workers.send(plan)
         self._go_on_draining()
@@ -159,7 +159,7 @@ class SchedulerProcess:
             if self._scheduler.num_steps_in_flight:
                 waits.append(self._next_heartbeat_check - time.monotonic())
             if self._scheduler.next_deadline is not None:
-                waits.append(self._scheduler.next_deadline - time.time())
+                waits.append(self._scheduler.next_deadline - time.monotonic())
         if self._drain_until is not None:
             waits.append(self._drain_until - time.monotonic())
         if self._pacer.due is not None:
@@ -176,7 +176,7 @@ class SchedulerProcess:
                 return [Outbound(frontend, self._status())]
             case Submit():
                 if scheduler is not None:
-                    return scheduler.submit(frontend, message)
+                    return scheduler.submit(frontend, _with_steady_deadline(message))
                 text = "the model is still being loaded" if self._state == "starting" else "shutting down"
                 return [
                     Outbound(
@@ -306,6 +306,13 @@ class SchedulerProcess:
                 return
         log.info("scheduler_drained")
         self._exit_code = 0
+
+
+def _with_steady_deadline(submit: Submit) -> Submit:
+    """The request with its deadline on the monotonic clock: a jump of the wall clock must not end it, nor spare it."""
+    if submit.deadline is None:
+        return submit
+    return msgspec.structs.replace(submit, deadline=submit.deadline - time.time() + time.monotonic())
 
 
 def _no_load(call_id: int) -> LoadReply:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from scheduler_svc.messages import Submit, TokenLogprobs
 from scheduler_svc.scheduler.limits import Limits
+from scheduler_svc.scheduler.page_keys import PageKeys
 from scheduler_svc.scheduler.rows_in_flight import RowsInFlight
 from scheduler_svc.scheduler.stopping import EndRules
 from shared_mem.enums import SpeculationMethod
@@ -37,6 +37,8 @@ class Request:
     serial: int  # order of arrival in this process; settles equal arrival times
     salt_id: int  # number of its cache salt
     end_rules: EndRules
+    prompt: list[int]  # this and its keys are shared by the samples until each is admitted
+    prompt_keys: PageKeys
     sequences: list[Sequence] = field(default_factory=list)
 
     @property
@@ -67,6 +69,7 @@ class Sequence:
     index: int
     tokens: list[int]  # prompt, then generated
     sampling: SamplingRecord
+    page_keys: PageKeys
     state: SequenceState = SequenceState.WAITING
 
     # while RUNNING
@@ -85,7 +88,6 @@ class Sequence:
     in_flight: RowsInFlight = field(default_factory=RowsInFlight)
 
     # over its whole life
-    page_keys: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0  # of the first admission
     first_scheduled_time: float | None = None
     started_sent: bool = False
@@ -146,24 +148,37 @@ class Sequence:
         """
         return self.request.submit.num_prompt_logprobs is None or self.started_sent
 
-    def page_key(self, index: int, page_size: int) -> bytes:
-        """The token ids of full page `index` as bytes (bytes remember their hash; tuples do not)."""
-        while len(self.page_keys) <= index:
-            start = len(self.page_keys) * page_size
-            page = self.tokens[start : start + page_size]
-            assert len(page) == page_size, "only full pages have a key"
-            self.page_keys.append(array("i", page).tobytes())
-        return self.page_keys[index]
+    def take_own_tokens(self) -> None:
+        """From now on the sequence may generate: it no longer shares the prompt with its siblings. Once is enough."""
+        if self.tokens is self.request.prompt:
+            self.tokens = list(self.tokens)
+            self.page_keys = self.page_keys.copy()
+
+    def page_key(self, index: int) -> bytes:
+        """The token ids of full page `index`, as bytes."""
+        return self.keys_of(index + 1).keys[index]
+
+    def keys_of(self, num_pages: int) -> PageKeys:
+        """The keys of at least so many pages."""
+        if len(self.page_keys.keys) < num_pages:
+            self.page_keys.extend(self.tokens)
+            assert len(self.page_keys.keys) >= num_pages, "only full pages have a key"
+        return self.page_keys
 
 
 def new_request(submit: Submit, frontend: bytes, serial: int, limits: Limits, salt_id: int = 0) -> Request:
     """The request of a Submit that was accepted, with one waiting sequence per sample."""
     stopping = submit.stopping
+    prompt_keys = PageKeys(submit.cache_salt, limits.page_size)
+    if limits.prefix_cache:
+        prompt_keys.extend(submit.token_ids)  # now, so that no look at a long queue has to
     request = Request(
         submit=submit,
         frontend=frontend,
         serial=serial,
         salt_id=salt_id,
+        prompt=list(submit.token_ids),
+        prompt_keys=prompt_keys,
         end_rules=EndRules(
             eos_token_ids=frozenset() if stopping.ignore_eos else limits.eos_token_ids,
             stop_token_ids=frozenset(stopping.stop_token_ids),
@@ -174,7 +189,7 @@ def new_request(submit: Submit, frontend: bytes, serial: int, limits: Limits, sa
         ),
     )
     request.sequences = [
-        Sequence(request, index, list(submit.token_ids), _sampling_record(request, seed))
+        Sequence(request, index, request.prompt, _sampling_record(request, seed), prompt_keys)
         for index, seed in enumerate(submit.seeds)
     ]
     return request

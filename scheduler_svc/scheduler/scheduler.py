@@ -7,7 +7,6 @@ steps may be in flight: plans look ahead (batch_planner.py), results are applied
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 
 from scheduler_svc.errors import DraftlineError, ErrorReason
@@ -24,6 +23,7 @@ from scheduler_svc.messages import (
 )
 from scheduler_svc.scheduler.batch_planner import BatchPlanner, PlannedRow
 from scheduler_svc.scheduler.counters import Counters
+from scheduler_svc.scheduler.deadlines import Deadlines
 from scheduler_svc.scheduler.events import (
     Outbound,
     abort_event,
@@ -34,6 +34,7 @@ from scheduler_svc.scheduler.events import (
 )
 from scheduler_svc.scheduler.limits import Limits
 from scheduler_svc.scheduler.page_allocator import PageAllocator
+from scheduler_svc.scheduler.page_keys import PageKeys
 from scheduler_svc.scheduler.plan_records import step_plan
 from scheduler_svc.scheduler.request import Request, Sequence, SequenceState, new_request
 from scheduler_svc.scheduler.salt_ids import SaltIds
@@ -90,7 +91,7 @@ class Scheduler:
             initial_settings(limits),
         )
         self._requests: dict[str, Request] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines = Deadlines()
         self._num_submitted = 0
         self._step_id = 0
         self._in_flight: list[_StepInFlight] = []  # oldest first
@@ -109,7 +110,7 @@ class Scheduler:
         for sequence in request.sequences:
             self._queue.push(sequence)
         if submit.deadline is not None:
-            heapq.heappush(self._deadlines, (submit.deadline, request.serial, request))
+            self._deadlines.add(request.serial, request.request_id, submit.deadline)
         return []
 
     def _refusal(self, submit: Submit) -> Rejected | None:
@@ -134,13 +135,14 @@ class Scheduler:
                 check_loaded(method, limits, "speculation.method")
             except DraftlineError as error:
                 return refuse(error.reason, error.message)
-        # Requests that the next plan can start do not count as queued.
+        # Samples that the next plan can start do not count as queued. Each counts: it takes memory and a slot of its
+        # own. A request is taken whole, so that one of many samples is not refused for ever.
         starting = 0 if self._planner.short_of_pages else self._slots.num_free
-        num_queued = self._queue.num_requests - starting
+        num_queued = len(self._queue) - starting
         if num_queued >= limits.max_queued_requests:
             return refuse(
                 ErrorReason.QUEUE_FULL,
-                f"{num_queued} requests wait for a free slot, the limit (max_queued_requests) is "
+                f"{num_queued} samples wait for a free slot, the limit (max_queued_requests) is "
                 f"{limits.max_queued_requests}",
                 _RETRY_AFTER_SECONDS,
             )
@@ -186,23 +188,24 @@ class Scheduler:
     def expire(self, now: float) -> list[Outbound]:
         """Ends requests whose deadline has passed; call it before schedule, so that none reaches a worker.
 
-        One that never ran is rejected. For the others the frontend has ended the call by itself.
+        `now` is of the clock that deadlines were given in, which need not be that of other times. Each is rejected,
+        whether it ran or not: usually the call has ended by itself then, but no stream may depend on that.
         """
         rejected = []
-        while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].is_live):
-            _, _, request = heapq.heappop(self._deadlines)
-            if request.is_live:
-                if not request.was_scheduled:
-                    message = "the deadline passed while the request was queued"
-                    rejection = Rejected(request.request_id, ErrorReason.EXPIRED_IN_QUEUE, message)
-                    rejected.append(Outbound(request.frontend, rejection))
-                self._end_all(request)
+        for request_id in self._deadlines.passed(now):
+            request = self._requests[request_id]
+            message = (
+                f"the deadline passed while the request {'ran' if request.was_scheduled else 'was queued'}"
+            )
+            rejection = Rejected(request_id, ErrorReason.EXPIRED_IN_QUEUE, message)
+            rejected.append(Outbound(request.frontend, rejection))
+            self._end_all(request)
         return rejected
 
     @property
     def next_deadline(self) -> float | None:
         """When expire has something to do next, at the earliest."""
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.next
 
     # --- steps ---
 
@@ -298,6 +301,7 @@ class Scheduler:
         sequence.state = SequenceState.ENDED
         if not sequence.request.is_live:
             del self._requests[sequence.request.request_id]
+            self._deadlines.discard(sequence.request.serial)
 
     def _end_all(self, request: Request) -> None:
         for sequence in request.live_sequences:
@@ -325,17 +329,13 @@ class Scheduler:
 
     def load(self, call_id: int, now: float) -> LoadReply:
         """The answer to a LoadQuery."""
-        ledger, page_size = self._allocator.ledger, self.limits.page_size
+        ledger = self._allocator.ledger
         return LoadReply(
             call_id=call_id,
             time=now,
             num_running_requests=len(self._slots),
             num_waiting_requests=self._queue.num_requests,
-            num_waiting_tokens=sum(
-                len(sequence.tokens)
-                - page_size * len(self._allocator.find_prefix(sequence, self._planner.followers(sequence)))
-                for sequence in self._queue
-            ),
+            num_waiting_tokens=self._num_waiting_tokens(),
             num_used_pages=ledger.num_owned,
             num_cached_pages=ledger.num_cached,
             num_generated_tokens=self.counters.num_generated_tokens,
@@ -345,6 +345,18 @@ class Scheduler:
             num_cached_tokens=self.counters.num_cached_tokens,
             speculation=self.counters.speculation(),
         )
+
+    def _num_waiting_tokens(self) -> int:
+        """Tokens of waiting samples that no cached prefix covers; the same for all of a request that never ran."""
+        total, per_prompt = 0, dict[PageKeys, int]()
+        for sequence in self._queue:
+            num_tokens = per_prompt.get(sequence.page_keys)
+            if num_tokens is None:
+                methods = self._planner.followers(sequence)
+                num_tokens = len(sequence.tokens) - self._allocator.num_cached_tokens(sequence, methods)
+                per_prompt[sequence.page_keys] = num_tokens
+            total += num_tokens
+        return total
 
     def check_integrity(self) -> None:
         """Recounts pages, references and the prefix tree. Raises LedgerError for what does not add up."""

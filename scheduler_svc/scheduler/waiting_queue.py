@@ -27,8 +27,16 @@ class WaitingQueue:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In order, over a snapshot: sequences may leave meanwhile."""
-        return iter([sequence for _, sequence in self._entries])
+        """In order. Only the sequence that was given last may leave meanwhile, and none may come.
+
+        Nothing is copied: each plan begins to go through the queue, and most soon stop.
+        """
+        at = 0
+        while at < len(self._entries):
+            entry = self._entries[at]
+            yield entry[1]
+            if at < len(self._entries) and self._entries[at] is entry:
+                at += 1
 
     def push(self, sequence: Sequence) -> None:
         """Adds a new or preempted sequence."""

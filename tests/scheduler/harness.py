@@ -183,6 +183,7 @@ class Harness:
         self.take(self.scheduler.expire(self.now))
         plan = self.scheduler.schedule(self.now)
         self.scheduler.check_integrity()
+        self._check_counts_of_cached_tokens()
         if plan is None:
             return None
         self.plans.append(plan)
@@ -201,6 +202,15 @@ class Harness:
         }
         self._in_flight.append(_StepInFlight(plan, cache_pages, writable))
         return plan
+
+    def _check_counts_of_cached_tokens(self) -> None:
+        """What a load counts by numbers is what an admission would find, whoever follows."""
+        allocator = self.scheduler._allocator
+        hidden = [m.bit for m, drafter in self.limits.drafters.items() if drafter.needs_hidden]
+        for sequence in self.scheduler._queue:
+            for methods in (0, *hidden, sum(hidden)):
+                num_cached = len(allocator.find_prefix(sequence, methods)) * self.limits.page_size
+                assert allocator.num_cached_tokens(sequence, methods) == num_cached
 
     def deliver(self) -> None:
         """Executes and applies the oldest step in flight."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from scheduler_svc.errors import ErrorReason
 from scheduler_svc.messages import Cancel, LoadReply, MethodCounters, Rejected
+from scheduler_svc.scheduler.prefix_cache import CacheNode
+from scheduler_svc.scheduler.request import Request
 from shared_mem.enums import FinishReason, SpeculationMethod
 from tests.scheduler.harness import EOS, FRONTEND, Harness, make_limits, make_submit, prompt_of
 from tests.scheduler.simulated_worker import model_text
@@ -40,6 +44,35 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
     assert refused(harness).reason is ErrorReason.QUEUE_FULL
     harness.run()
     assert harness.scheduler.submit(FRONTEND, make_submit("later", prompt_of(4))) == []
+
+
+def test_the_queue_is_bounded_in_samples_and_takes_a_request_whole() -> None:
+    harness = Harness(make_limits(max_running_requests=1, max_queued_requests=3))
+    harness.submit(make_submit("three", prompt_of(4), n=3))  # one can start, two wait
+    harness.submit(make_submit("five", prompt_of(4), n=5))
+    assert not harness.rejected
+    rejection = refused(harness)
+    assert rejection.reason is ErrorReason.QUEUE_FULL
+    assert "7 samples wait" in rejection.message
+    harness.run()
+    assert len(harness.outputs) == 8
+
+
+def test_waiting_samples_share_one_prompt_until_each_runs() -> None:
+    harness = Harness(make_limits(max_running_requests=2))
+    harness.submit(make_submit("r", prompt_of(9), n=4, max_tokens=12))
+    samples = harness.scheduler._requests["r"].sequences
+    assert all(sample.tokens is samples[0].tokens for sample in samples)
+    assert all(sample.page_keys is samples[0].page_keys for sample in samples)
+    while harness.scheduler._queue:
+        for sample in samples:
+            shares = sample.tokens is sample.request.prompt
+            assert shares == (sample.first_scheduled_time is None)
+        assert samples[0].request.prompt == list(prompt_of(9))
+        harness.step()
+    harness.run()
+    for i in range(4):
+        assert harness.output("r", i).tokens == model_text(prompt_of(9), 1 + i, 12)
 
 
 def test_free_slots_do_not_lengthen_the_queue_while_pages_are_short() -> None:
@@ -213,7 +246,9 @@ def test_a_running_request_past_its_deadline_is_gone_with_the_next_plan() -> Non
     harness.now = 3.0
     harness.deliver()
     assert harness.dispatch() is None
-    assert not harness.rejected
+    rejection = harness.rejected["r"]  # without it the stream would wait for ever where the call has no timer
+    assert (rejection.reason, rejection.retry_after) == (ErrorReason.EXPIRED_IN_QUEUE, None)
+    assert "ran" in rejection.message
     assert harness.output("r").finished is None
     harness.assert_idle_and_clean()
 
@@ -223,8 +258,32 @@ def test_ended_requests_leave_no_deadline_behind() -> None:
     for i in range(3):
         harness.submit(make_submit(str(i), prompt_of(4), deadline=1e9))
     harness.run()
-    harness.scheduler.expire(harness.now)
     assert harness.scheduler.next_deadline is None
+
+
+def test_ended_requests_leave_memory_while_one_with_an_earlier_deadline_lives() -> None:
+    harness = Harness()
+    harness.submit(make_submit("long", prompt_of(4), max_tokens=50, deadline=100.0))
+    harness.dispatch()
+    for i in range(500):
+        harness.submit(make_submit(f"short{i}", prompt_of(8, i % 5), deadline=200.0 + i))
+        harness.cancel(f"short{i}")
+    gc.collect()  # a request and its sequences know each other
+    in_memory = {o.request_id for o in gc.get_objects() if isinstance(o, Request) and o.frontend == FRONTEND}
+    assert {name for name in in_memory if name.startswith("short")} == set()
+    assert len(harness.scheduler._deadlines) < 100
+    assert harness.scheduler.next_deadline == 100.0
+
+
+def test_the_deadline_of_an_earlier_use_of_an_id_does_not_count() -> None:
+    harness = Harness()
+    harness.submit(make_submit("long", prompt_of(4), max_tokens=50, deadline=1.0))
+    harness.submit(make_submit("r", prompt_of(4, 2), deadline=2.0))
+    harness.cancel("r")
+    harness.submit(make_submit("r", prompt_of(4, 3), deadline=9.0))
+    harness.now = 2.0
+    harness.run()
+    assert harness.output("r").finished.reason is FinishReason.LENGTH
 
 
 def test_lost_workers_end_every_request_with_a_status() -> None:
@@ -280,6 +339,35 @@ def test_the_load_adds_up() -> None:
         tuple(sum(step.num_accepted_tokens > i for step in steps) for i in range(depth)),
     )
     assert ngram.num_accepted_tokens > 0
+
+
+def test_a_load_looks_at_few_pages_however_long_the_queued_prompts_are() -> None:
+    limits = make_limits(
+        num_pages=600, max_context_tokens=2100, max_running_requests=2, max_batched_tokens=512
+    )
+    harness = Harness(limits)
+    prompt = prompt_of(2001)
+    harness.submit(make_submit("first", prompt, max_tokens=1))
+    harness.run()
+    for i in range(2):
+        harness.submit(make_submit(f"runs{i}", prompt_of(5, i), max_tokens=50))
+    harness.step()
+    for i in range(10):
+        harness.submit(make_submit(f"samples{i}", prompt, n=4))
+        harness.submit(make_submit(f"longer{i}", (*prompt, i), n=1))
+    cache = harness.scheduler._allocator.cache
+    looks: list[object] = []
+
+    class Known(dict[int, CacheNode]):
+        def get(self, number: int) -> CacheNode | None:  # type: ignore[override]
+            looks.append(number)
+            return super().get(number)
+
+    find = cache.find
+    cache.find = lambda *page: looks.append(page) or find(*page)  # type: ignore[method-assign,func-returns-value]
+    cache._by_prefix_id = Known(cache._by_prefix_id)
+    assert harness.scheduler.load(1, 0.0).num_waiting_tokens == 10 * (4 * 1 + 2)
+    assert 0 < len(looks) <= 20 * 10  # 20 requests of 500 pages, ten of them with four samples
 
 
 def test_events_count_steps_and_plain_steps_carry_zeros() -> None:

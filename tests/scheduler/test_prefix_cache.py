@@ -121,3 +121,35 @@ def test_a_page_can_be_replaced_by_a_better_copy() -> None:
     tree.ledger.check([[own]], [own])
     assert tree.ledger.references(old) == 0
     assert tree.ledger.num_free == 3
+
+
+def test_the_depth_by_numbers_follows_eviction_and_pages_that_lose_draft_kv() -> None:
+    tree = Tree(8)
+    path = tree.run("aaaa", "bbbb", "cccc")
+    tree.done(path)
+    for node in path:
+        _refill(tree, node, draft_kv=3)
+    prefix_ids = [node.prefix_id for node in path]
+
+    def depths() -> list[int]:
+        return [tree.cache.depth_of(prefix_ids, 3, methods) for methods in (0, 1, 2, 3)]
+
+    assert depths() == [3, 3, 3, 3]
+    assert tree.cache.depth_of(prefix_ids, 2, 0) == 2
+    _refill(tree, path[1], draft_kv=1)
+    assert depths() == [3, 3, 1, 1]  # what lies behind it still has the KV, but cannot be reached with it
+    tree.cache.check()
+    tree.cache.evict(1)
+    assert depths() == [2, 2, 1, 1]
+    tree.cache.flush()
+    assert depths() == [0, 0, 0, 0]
+    other = tree.run("aaaa", salt="salt")
+    assert depths() == [0, 0, 0, 0]
+    assert tree.cache.depth_of([other[0].prefix_id], 1, 0) == 1
+
+
+def _refill(tree: Tree, node: CacheNode, draft_kv: int) -> None:
+    """A sequence puts its own copy in the place of a page that nobody holds, and leaves."""
+    (page,) = tree.ledger.take(1)
+    tree.cache.replace_page(node, page, draft_kv)
+    tree.cache.let_go([node])

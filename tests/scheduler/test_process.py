@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,16 @@ CONFIG = ServerConfig(
     max_batched_tokens=LIMITS.max_batched_tokens,
     drain_grace_seconds=20.0,
 )
+PROGRAM = ("-m", "scheduler_svc.scheduler.process")
+# The wall clock of the process stands an hour ahead once the file `jumped` is there.
+PROGRAM_WITH_A_JUMP = """
+import sys, time
+from pathlib import Path
+wall, flag = time.time, Path(sys.argv[sys.argv.index("--runtime-dir") + 1], "jumped")
+time.time = lambda: wall() + (3600 if flag.exists() else 0)
+from scheduler_svc.scheduler.process import main
+sys.exit(main())
+"""
 
 
 def segments_of(pid: int) -> list[str]:
@@ -72,10 +82,12 @@ class Service:
         self.process: subprocess.Popen[str] | None = None
         self._events: list[Any] = []
 
-    def start(self, config: ServerConfig = CONFIG, **popen_options: Any) -> subprocess.Popen[str]:
+    def start(
+        self, config: ServerConfig = CONFIG, program: Sequence[str] = PROGRAM, **popen_options: Any
+    ) -> subprocess.Popen[str]:
         path = self.directory / "config.json"
         path.write_bytes(msgspec.json.encode(config))
-        command = [sys.executable, "-m", "scheduler_svc.scheduler.process"]
+        command = [sys.executable, *program]
         command += ["--config-json", str(path), "--runtime-dir", str(self.directory)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen_options
@@ -83,8 +95,8 @@ class Service:
         self.socket.connect(f"ipc://{self.directory}/scheduler.sock")
         return self.process
 
-    def serve(self, config: ServerConfig = CONFIG) -> ServiceStatus:
-        self.start(config)
+    def serve(self, config: ServerConfig = CONFIG, program: Sequence[str] = PROGRAM) -> ServiceStatus:
+        self.start(config, program)
         self.send(FrontendHello())
         status = self.receive(ServiceStatus)
         assert (status.state, status.model) == ("starting", None)
@@ -207,6 +219,36 @@ def test_serves_answers_queries_and_drains(service: Service) -> None:
     assert code == 0
     service.worker.join(timeout=5)
     assert service.worker.got_shutdown
+
+
+def test_a_jump_of_the_wall_clock_expires_nothing(service: Service) -> None:
+    service.serve(program=("-c", PROGRAM_WITH_A_JUMP))
+    service.worker.hold()
+    submit = make_submit("r", prompt_of(5), max_tokens=30, deadline=time.time() + 600)
+    service.send(submit)
+    service.send(LoadQuery(1))
+    assert service.receive(LoadReply).time < time.time() + 60
+    (service.directory / "jumped").touch()
+    for call_id in (2, 3):  # each is a turn of the loop
+        service.send(LoadQuery(call_id))
+        load = service.receive(LoadReply)
+    assert load.time > time.time() + 1800
+    assert load.num_running_requests == 1
+    service.worker.go_on.set()
+    tokens: list[int] = []
+    while len(tokens) < 30:
+        for event in service.receive(TokenEvents).events:
+            tokens += event.token_ids
+    assert tokens == model_text(submit.token_ids, 1, 30)
+
+
+def test_a_running_request_past_its_deadline_hears_of_it(service: Service) -> None:
+    service.serve()
+    service.worker.hold()
+    service.send(make_submit("r", prompt_of(5), max_tokens=30, deadline=time.time() + 0.3))
+    rejected = service.receive(Rejected)
+    assert (rejected.request_id, rejected.reason) == ("r", ErrorReason.EXPIRED_IN_QUEUE)
+    service.worker.go_on.set()
 
 
 def test_while_a_step_runs_the_next_plan_is_there(service: Service) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 from scheduler_svc.scheduler.request import Sequence, new_request
 from scheduler_svc.scheduler.waiting_queue import WaitingQueue
 from tests.scheduler.harness import FRONTEND, make_limits, make_submit
@@ -63,3 +65,30 @@ def test_equal_arrivals_keep_their_order_and_can_be_removed() -> None:
         queue.push(sequence)
     queue.remove(sequences[2])
     assert names(queue) == ["0.0", "1.0", "3.0", "4.0"]
+
+
+def test_who_was_given_may_leave_and_nobody_is_left_out() -> None:
+    arrivals, queue = Arrivals(), WaitingQueue()
+    sequences = [arrivals.sequences(str(i))[0] for i in range(6)]
+    for sequence in sequences:
+        queue.push(sequence)
+    seen = []
+    for sequence in queue:
+        seen.append(sequence)
+        if sequence not in sequences[1:3]:
+            queue.remove(sequence)
+    assert seen == sequences
+    assert names(queue) == ["1.0", "2.0"]
+
+
+def test_who_looks_at_the_first_only_copies_nothing() -> None:
+    arrivals, queue = Arrivals(), WaitingQueue()
+    for sequence in arrivals.sequences("many", n=2000):
+        queue.push(sequence)
+    tracemalloc.start()
+    try:
+        assert next(iter(queue)).index == 0
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2000 * 8
