@@ -289,7 +289,7 @@ class Worker(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     device: str
     pid: int
-    heartbeat_age: float  # seconds
+    heartbeat_age: float  # seconds; infinite before the first
 
 
 class ServerReply(msgspec.Struct, frozen=True, tag=True):
