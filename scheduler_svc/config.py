@@ -107,6 +107,8 @@ def _read(path: Path) -> dict[str, Any]:
 def parse_speculation(value: str | list[str]) -> tuple[SpeculationMethod, ...]:
     """`off` or a comma-separated list (or a list) of method labels. Raises StartupError for an unknown one."""
     labels = value.split(",") if isinstance(value, str) else value
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+        raise StartupError(f"speculation: {value!r} is no list of methods")
     try:
         methods = tuple(SpeculationMethod.from_label(label.strip()) for label in labels)
     except ValueError as error:

@@ -129,7 +129,9 @@ def _command(
     page_size: Annotated[int | None, typer.Option(help="Tokens per KV page.")] = None,
     num_pages: Annotated[int | None, typer.Option(help="KV pages; 0 takes the memory that is free.")] = None,
     max_running_requests: Annotated[int | None, typer.Option(help="Sequences in one batch, at most.")] = None,
-    max_queued_requests: Annotated[int | None, typer.Option(help="Samples of requests that may wait.")] = None,
+    max_queued_requests: Annotated[
+        int | None, typer.Option(help="Samples of requests that may wait.")
+    ] = None,
     max_batched_tokens: Annotated[
         int | None, typer.Option(help="Tokens in one step, draft tokens included.")
     ] = None,

@@ -69,7 +69,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0  # higher runs first
     cache_salt: str = ""
     num_logprobs: int | None = None  # alternatives per token; None: no logprobs
-    num_prompt_logprobs: int | None = None  # the same for the prompt; turns off prefix-cache reuse
+    num_prompt_logprobs: int | None = (
+        None  # the same for the prompt, of sample 0, which reuses no cached prefix
+    )
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -194,7 +196,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
 
     num_cached_tokens: int
     first_scheduled_time: float
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of prompt tokens 2..n (the first has none)
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of prompt tokens 2..n, in sample 0
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
@@ -294,7 +296,7 @@ class Worker(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     device: str
     pid: int
-    heartbeat_age: float  # seconds
+    heartbeat_age: float  # seconds; infinite before the first
 
 
 class ServerReply(msgspec.Struct, frozen=True, tag=True):

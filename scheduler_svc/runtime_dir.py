@@ -14,6 +14,9 @@ from pathlib import Path
 from scheduler_svc.errors import StartupError
 
 _PREFIX = "draftline-"
+# Bound by the scheduler, whichever role starts it. What else lies in a shared directory, such as a frontend's listen
+# address or admin address, may be in use by a process that goes on.
+_SCHEDULER_SOCKETS = ("scheduler.sock", "control.sock")
 _LONGEST_SOCKET = "/scheduler.sock"
 _YOUNG_SECONDS = 10.0
 _MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un.sun_path less its end mark
@@ -24,7 +27,7 @@ def runtime_dir(wished: str, role: str) -> Iterator[Path]:
     """Gives the directory for as long as the service runs; `role` is locked in it, against a second one.
 
     A private directory (`wished` is "") is removed at the end; in one that was asked for only the lock and
-    the sockets that appeared meanwhile are. Frontends may share one: they take no lock. Raises StartupError.
+    the scheduler's sockets are. Frontends may share one: they take no lock, and remove nothing. Raises StartupError.
     """
     private = not wished
     try:
@@ -38,7 +41,6 @@ def runtime_dir(wished: str, role: str) -> Iterator[Path]:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise StartupError(f"runtime_dir: {wished or tempfile.gettempdir()}: {error.strerror}") from error
-    before = set(path.iterdir())
     lock = _lock(path, role)
     try:
         yield path
@@ -46,10 +48,8 @@ def runtime_dir(wished: str, role: str) -> Iterator[Path]:
         if private:
             shutil.rmtree(path, ignore_errors=True)
         elif lock is not None:
-            lock_path = path / f"{role}.lock"
-            for file in set(path.iterdir()) - before:
-                if file == lock_path or file.is_socket():
-                    file.unlink(missing_ok=True)
+            for name in (*_SCHEDULER_SOCKETS, f"{role}.lock"):
+                (path / name).unlink(missing_ok=True)
         if lock is not None:
             os.close(lock)
 

@@ -50,7 +50,7 @@ class GenerationServicer:
         try:
             await self._scheduler.submit(call.submit, stream)
             while (item := await stream.get()) is not None:
-                await context.write(writer.build(*item))
+                await context.write(await writer.write(*item))
         finally:
             # Also for a caller that is gone: that arrives as CancelledError, in any of the lines above.
             self._scheduler.release(stream.request_id, stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 
 import grpc.aio
 from draftline.v1 import common_pb2, info_pb2
@@ -83,7 +84,10 @@ class InfoServicer:
                     rank=worker.rank,
                     device=worker.device,
                     pid=worker.pid,
-                    heartbeat_age=duration(worker.heartbeat_age),
+                    # Infinite until the first beat, which no Duration can say.
+                    heartbeat_age=duration(worker.heartbeat_age)
+                    if math.isfinite(worker.heartbeat_age)
+                    else None,
                 )
                 for worker in reply.workers
             ],

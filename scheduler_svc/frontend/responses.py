@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from draftline.v1 import common_pb2, generation_pb2
@@ -18,6 +19,9 @@ from scheduler_svc.frontend.sample_output import (
 from scheduler_svc.messages import MethodCounters, TokenLogprobs
 from shared_mem.enums import SpeculationMethod
 
+# Making messages of more log-probabilities, alternatives included, would hold up other streams: it goes to a thread.
+_INLINE_LOGPROBS = 2000
+
 
 class ResponseWriter:
     """Builds the responses of one request."""
@@ -26,6 +30,12 @@ class ResponseWriter:
         self._request_id = request_id
         self._model_name = model_name
         self._first_prompt_token = first_prompt_token
+
+    async def write(self, index: int, item: SampleItem) -> generation_pb2.GenerateResponse:
+        """As `build`; what takes long to build is built in a thread."""
+        if _num_logprobs(item) <= _INLINE_LOGPROBS:
+            return self.build(index, item)
+        return await asyncio.to_thread(self.build, index, item)
 
     def build(self, index: int, item: SampleItem) -> generation_pb2.GenerateResponse:
         """One message about sample `index`."""
@@ -88,6 +98,16 @@ def _delta(item: SampleDelta) -> generation_pb2.TokenDelta:
     return generation_pb2.TokenDelta(
         text=item.text, token_ids=item.token_ids, logprobs=_logprobs(item.logprobs), speculation_steps=steps
     )
+
+
+def _num_logprobs(item: SampleItem) -> int:
+    """About how many log-probabilities the item's message holds, alternatives included."""
+    logprobs: Sequence[TokenLogprobs] = ()
+    if isinstance(item, SampleStarted):
+        logprobs = item.prompt_logprobs or ()
+    elif isinstance(item, SampleDelta):
+        logprobs = item.logprobs
+    return len(logprobs) * (1 + len(logprobs[0].top)) if logprobs else 0
 
 
 def _logprobs(logprobs: Iterable[TokenLogprobs]) -> list[generation_pb2.TokenLogprob]:

@@ -88,6 +88,10 @@ class ServedTokenizer:
         """A lower bound of the number of tokens of `text`, without tokenising it."""
         return -(-len(text.encode()) // self._max_token_bytes)
 
+    def most_bytes(self, num_tokens: int) -> int:
+        """An upper bound of the UTF-8 bytes of a text of so many tokens: the inverse of `least_tokens`."""
+        return num_tokens * self._max_token_bytes
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; with the tokenizer's own BOS and the like only where asked for."""
         # The batch call lets other threads run meanwhile, which `encode` does not, and skips offsets.

@@ -58,11 +58,10 @@ def token_event(
     started = None
     if not sequence.started_sent:
         assert sequence.first_scheduled_time is not None, "tokens come from scheduled sequences"
-        wants_prompt = sequence.request.submit.num_prompt_logprobs is not None
         started = Started(
             num_cached_tokens=sequence.num_cached_tokens,
             first_scheduled_time=sequence.first_scheduled_time,
-            prompt_logprobs=tuple(sequence.prompt_logprobs) if wants_prompt else None,
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.gives_prompt_logprobs else None,
         )
         sequence.started_sent = True
         sequence.prompt_logprobs = []

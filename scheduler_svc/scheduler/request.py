@@ -146,7 +146,12 @@ class Sequence:
 
         Prompt log-probabilities need every prompt row computed, until they were delivered.
         """
-        return self.request.submit.num_prompt_logprobs is None or self.started_sent
+        return not self.gives_prompt_logprobs or self.started_sent
+
+    @property
+    def gives_prompt_logprobs(self) -> bool:
+        """Whether the prompt's log-probabilities are asked of this sequence: they are the same in all samples."""
+        return self.index == 0 and self.request.submit.num_prompt_logprobs is not None
 
     def take_own_tokens(self) -> None:
         """From now on the sequence may generate: it no longer shares the prompt with its siblings. Once is enough."""
@@ -189,14 +194,15 @@ def new_request(submit: Submit, frontend: bytes, serial: int, limits: Limits, sa
         ),
     )
     request.sequences = [
-        Sequence(request, index, request.prompt, _sampling_record(request, seed), prompt_keys)
+        Sequence(request, index, request.prompt, _sampling_record(request, index, seed), prompt_keys)
         for index, seed in enumerate(submit.seeds)
     ]
     return request
 
 
-def _sampling_record(request: Request, seed: int) -> SamplingRecord:
+def _sampling_record(request: Request, index: int, seed: int) -> SamplingRecord:
     submit, rules = request.submit, request.end_rules
+    num_prompt_logprobs = submit.num_prompt_logprobs if index == 0 else None
     sampling, wish = submit.sampling, submit.speculation
     ends = sorted(rules.eos_token_ids | rules.stop_token_ids) if rules.min_tokens > 0 else []
     return SamplingRecord(
@@ -212,7 +218,7 @@ def _sampling_record(request: Request, seed: int) -> SamplingRecord:
         logit_bias=sampling.logit_bias,
         end_ids=tuple(ends),
         num_logprobs=-1 if submit.num_logprobs is None else submit.num_logprobs,
-        num_prompt_logprobs=-1 if submit.num_prompt_logprobs is None else submit.num_prompt_logprobs,
+        num_prompt_logprobs=-1 if num_prompt_logprobs is None else num_prompt_logprobs,
         acceptance_rule=wish.acceptance_rule,
         typical_epsilon=wish.typical_epsilon,
         typical_delta=wish.typical_delta,

@@ -347,14 +347,15 @@ class Scheduler:
         )
 
     def _num_waiting_tokens(self) -> int:
-        """Tokens of waiting samples that no cached prefix covers; the same for all of a request that never ran."""
-        total, per_prompt = 0, dict[PageKeys, int]()
+        """Tokens of waiting samples that no cached prefix covers; alike for those of a request that never ran."""
+        total, per_prompt = 0, dict[tuple[PageKeys, bool], int]()
         for sequence in self._queue:
-            num_tokens = per_prompt.get(sequence.page_keys)
+            alike = sequence.page_keys, sequence.reuses_prefix
+            num_tokens = per_prompt.get(alike)
             if num_tokens is None:
                 methods = self._planner.followers(sequence)
                 num_tokens = len(sequence.tokens) - self._allocator.num_cached_tokens(sequence, methods)
-                per_prompt[sequence.page_keys] = num_tokens
+                per_prompt[alike] = num_tokens
             total += num_tokens
         return total
 

@@ -259,6 +259,7 @@ class FakeService(
         response.speculation.max_draft_tokens = 4
         response.speculation.disable_at_batch_size = 16
         response.workers.add(rank=0, device="cpu", pid=42).heartbeat_age.FromMilliseconds(300)
+        response.workers.add(rank=1, device="cpu", pid=43)  # its first heartbeat is still to come
         return response
 
     async def SetSpeculation(self, request, context):

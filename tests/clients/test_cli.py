@@ -215,6 +215,7 @@ def test_info(service: FakeService):
         "drafter       draft-model layers:2, up to 4 draft tokens",
         "drafting      ngram by default, up to 4 draft tokens a step, none from 16 sequences on",
         "worker        rank 0, pid 42, cpu, heartbeat 0.3 s ago",
+        "worker        rank 1, pid 43, cpu, no heartbeat yet",
         "pages         100 of 16 tokens: 3 used, 0 cached",
         "speculation   ngram: 6 of 8 draft tokens accepted (75%), acceptance length 4.00",
     ):

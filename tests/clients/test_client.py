@@ -123,7 +123,8 @@ async def test_unary_calls(client):
     assert model.default_sampling == {"temperature": 0.0, "top_k": 0}
     assert [(d.method, d.model_path) for d in model.drafters] == [("ngram", ""), ("draft-model", "layers:2")]
     info = await client.call("server_info")
-    assert (info.state, info.workers[0].heartbeat_age) == ("serving", 0.3)
+    assert info.state == "serving"
+    assert [worker.heartbeat_age for worker in info.workers] == [0.3, None]
     assert info.speculation == SpeculationSettings("ngram", 4, 16)
     load = await client.call("load")
     assert load.speculation[0].acceptance_length == 4.0
@@ -300,6 +301,44 @@ def test_cancel_from_another_thread_ends_the_request_on_the_service(service: Fak
         with pytest.raises(RequestCancelledError):
             stream.completion()
     assert service.cancelled.wait(5)
+
+
+def test_a_cancel_while_a_retry_starts_ends_the_new_call(service: FakeService):
+    service.script.failures.append(Failure(grpc.StatusCode.UNAVAILABLE))
+    with Client(service.address, retry=FAST) as client:
+        stream = client.generate("x", timeout=10)
+        start = stream._start
+
+        def start_and_be_cancelled(timeout: float | None):
+            call = start(timeout)
+            canceller = threading.Thread(target=stream.cancel)  # it sees the call that failed
+            canceller.start()
+            canceller.join()
+            return call
+
+        stream._start = start_and_be_cancelled
+        with pytest.raises(RequestCancelledError):
+            next(stream)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_a_cancel_ends_the_wait_for_a_retry(service: FakeService, asynchronous: bool):
+    service.script.failures.append(Failure(grpc.StatusCode.UNAVAILABLE, retry_after=30))
+    before = time.monotonic()
+    if asynchronous:
+        async with AsyncClient(service.address) as client:
+            waiting = client.generate("x")
+            asyncio.get_running_loop().call_later(0.2, waiting.cancel)
+            with pytest.raises(RequestCancelledError):
+                await anext(waiting)
+    else:
+        with Client(service.address) as client:
+            stream = client.generate("x")
+            threading.Timer(0.2, stream.cancel).start()
+            with pytest.raises(RequestCancelledError):
+                await asyncio.to_thread(stream.completion)
+    assert time.monotonic() - before < 10
+    assert len(service.requests) == 1
 
 
 async def test_leaving_the_stream_cancels_the_request(service: FakeService):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -13,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from draftline import AsyncClient, Client, DraftlineError
+from draftline.info import Load
 from draftline.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 from tests.harness.service import Service, leftovers, run_client, run_server
@@ -127,6 +129,35 @@ def test_bad_requests_do_not_disturb_a_neighbour(service: Service) -> None:
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, caught.value
         ids = [token for response in neighbour for token in response.delta.token_ids]
     assert ids == reference[0]
+
+
+def test_a_deadline_behind_a_long_queue_is_kept_and_frees_its_place(service: Service) -> None:
+    """64 samples at 8 slots; a prompt of more tokens than all of theirs tells whether it still waits."""
+    with Client(service.address) as client:
+        with client.generate([40, 41, 42], n=64, temperature=1, max_tokens=400, ignore_eos=True) as queue:
+            next(queue)
+            late = client.generate([7] * 400, max_tokens=4, timeout=0.3)
+            started = time.monotonic()
+            while client.load().num_waiting_tokens < 400:
+                assert time.monotonic() - started < 0.3, "the request never waited"
+            with pytest.raises(DraftlineError) as caught:
+                late.completion()
+            elapsed = time.monotonic() - started
+            assert caught.value.code == "DEADLINE_EXCEEDED"
+            assert 0.2 < elapsed < 2
+            _wait_for(client, lambda load: load.num_waiting_tokens < 400)
+            assert client.load().num_waiting_tokens > 0, "the queue before it had not moved on"
+        _wait_for(client, lambda load: load.num_running_requests == load.num_waiting_requests == 0)
+        assert client.load().num_used_pages == 0
+        assert client.generate([5], max_tokens=2, ignore_eos=True, timeout=20).completion()
+
+
+def _wait_for(client: Client, holds: Callable[[Load], bool], seconds: float = 5) -> None:
+    """Returns once what the service says of its load satisfies `holds`."""
+    until = time.monotonic() + seconds
+    while not holds(load := client.load()):
+        assert time.monotonic() < until, load
+        time.sleep(0.02)
 
 
 def test_cancelled_streams_give_everything_back(service: Service) -> None:

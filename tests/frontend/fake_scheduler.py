@@ -137,6 +137,7 @@ class FakeScheduler:
         self.abort_answer: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda ids: ids
         self.change_answer: Callable[[messages.SetSpeculation], messages.SchedulerMessage] = _obey
         self.answers_queries = True
+        self.heartbeat_age = 0.125
         self._path = runtime_dir / "scheduler.sock"
         self._context = zmq.asyncio.Context()
         self._peer = b""
@@ -224,7 +225,7 @@ class FakeScheduler:
                     call_id=message.call_id,
                     start_time=1_700_000_000.0,
                     state=self.state,
-                    workers=(messages.Worker(0, "cpu", 4242, 0.125),),
+                    workers=(messages.Worker(0, "cpu", 4242, self.heartbeat_age),),
                     page_size=16,
                     num_pages=100,
                     max_running_requests=8,

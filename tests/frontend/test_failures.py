@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -46,7 +48,9 @@ async def test_a_bad_field_says_which(service: Service) -> None:
     assert dict(error.initial_metadata())["x-request-id"] == "bad"
 
 
-async def test_bad_requests_leave_their_neighbours_alone(service: Service, tokenizer: Tokenizer) -> None:
+@contextlib.asynccontextmanager
+async def neighbour_of(service: Service, tokenizer: Tokenizer) -> AsyncIterator[None]:
+    """A stream that is half way meanwhile, and has to end well."""
     release = asyncio.Event()
 
     async def script(scheduler: FakeScheduler, submit: Submit) -> None:
@@ -58,11 +62,46 @@ async def test_bad_requests_leave_their_neighbours_alone(service: Service, token
     service.scheduler.script = script
     neighbour = asyncio.ensure_future(collect(service.generation.Generate(request_of())))
     await service.scheduler.wait_for(Submit)
-    for prompt in (generation_pb2.Prompt(text=""), generation_pb2.Prompt(tokens=generation_pb2.TokenIds())):
-        error, _, _ = await failure(service.generation.Generate(request_of(prompt=prompt)))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    yield
     release.set()
     assert text_of((await neighbour)[0]) == FOX
+    assert len(await service.scheduler.wait_for(Submit)) == 1, "what was refused got no further"
+
+
+async def test_bad_requests_leave_their_neighbours_alone(service: Service, tokenizer: Tokenizer) -> None:
+    async with neighbour_of(service, tokenizer):
+        for prompt in (
+            generation_pb2.Prompt(text=""),
+            generation_pb2.Prompt(tokens=generation_pb2.TokenIds()),
+        ):
+            error, _, _ = await failure(service.generation.Generate(request_of(prompt=prompt)))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("broken", [b"\xed\xa0\x80", b"\xff\xfe\xff", "한".encode()[:2] + b"x"])
+async def test_text_that_is_no_utf8_is_refused_and_harms_no_neighbour(
+    service: Service, tokenizer: Tokenizer, broken: bytes
+) -> None:
+    """Half of a surrogate pair and broken bytes, which stubs of some languages send as they are."""
+    message = generation_pb2.ChatMessage(role="user", content="BAD")
+    requests = [
+        request_of(prompt=generation_pb2.Prompt(text="BAD")),
+        request_of(stopping=common_pb2.StoppingCriteria(stop=["BAD"])),
+        request_of(prompt=generation_pb2.Prompt(chat=generation_pb2.ChatPrompt(messages=[message]))),
+    ]
+    generate = service.channel.unary_stream("/draftline.v1.GenerationService/Generate")
+    tokenize = service.channel.unary_unary("/draftline.v1.GenerationService/Tokenize")
+    async with neighbour_of(service, tokenizer):
+        for request in requests:
+            tokens_of = generation_pb2.TokenizeRequest(prompt=request.prompt)
+            for call, data in ((generate, request), (tokenize, tokens_of)):
+                sent = data.SerializeToString().replace(b"BAD", broken)
+                if broken not in sent:  # Tokenize has no stop strings
+                    continue
+                error, _, details = await failure(call(sent))
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert details["ErrorInfo"].reason == "INVALID_FIELD"
+                assert "cannot be decoded" in error.details()
 
 
 @pytest.mark.parametrize("wished", ["bad id", "ä", "x" * 65, "new\nline"])

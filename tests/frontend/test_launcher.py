@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -244,6 +245,17 @@ def test_a_given_directory_keeps_what_is_not_ours(runtime_dir: Path) -> None:
         with make_runtime_dir(str(runtime_dir), "frontend"):
             pass
     assert [file.name for file in runtime_dir.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize("role", ["all", "scheduler"])
+def test_the_end_of_a_scheduler_leaves_a_frontends_sockets_alone(runtime_dir: Path, role: str) -> None:
+    theirs, ours = ("api.sock", "admin.sock"), ("scheduler.sock", "control.sock")
+    with contextlib.ExitStack() as sockets:
+        with make_runtime_dir(str(runtime_dir), role) as path:
+            for name in (*theirs, *ours):
+                server = sockets.enter_context(socket.socket(socket.AF_UNIX))
+                server.bind(str(path / name))
+        assert {file.name for file in runtime_dir.iterdir()} == set(theirs)
 
 
 def test_directories_of_killed_services_are_swept(monkeypatch: pytest.MonkeyPatch, runtime_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,93 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
     with pytest.raises(DraftlineError) as caught:
         await read_prompt(prompt, served_tokenizer, VOCAB_SIZE, least - 1)
     assert caught.value.reason is ErrorReason.PROMPT_TOO_LONG
+
+
+class WatchedTokenizer(ServedTokenizer):
+    """Notes where chats are rendered."""
+
+    render_threads: list[int]
+
+    def render_chat(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        self.render_threads.append(threading.get_ident())
+        return super().render_chat(messages, variables)
+
+
+@pytest.fixture
+def watched(tokenizer_dir: Path) -> WatchedTokenizer:
+    tokenizer = WatchedTokenizer.load(tokenizer_dir)
+    assert isinstance(tokenizer, WatchedTokenizer)
+    tokenizer.render_threads = []
+    return tokenizer
+
+
+def messages_of(count: int, content: str = "") -> generation_pb2.Prompt:
+    message = generation_pb2.ChatMessage(role="u", content=content)
+    return generation_pb2.Prompt(chat=generation_pb2.ChatPrompt(messages=[message] * count))
+
+
+async def test_more_ids_than_a_prompt_may_have_are_refused_before_they_are_looked_at(
+    served_tokenizer: ServedTokenizer,
+) -> None:
+    prompt = generation_pb2.Prompt(tokens=generation_pb2.TokenIds(ids=[VOCAB_SIZE] * 21))
+    with pytest.raises(DraftlineError, match="prompt: 21 tokens are above 20") as caught:
+        await read_prompt(prompt, served_tokenizer, VOCAB_SIZE, 20)
+    assert caught.value.reason is ErrorReason.PROMPT_TOO_LONG
+
+
+@pytest.mark.parametrize("count_above", [False, True])
+async def test_a_chat_that_cannot_fit_is_refused_before_it_is_rendered(
+    watched: WatchedTokenizer, count_above: bool
+) -> None:
+    limit = watched.most_bytes(20)
+    prompt, text = messages_of(21), r"prompt\.chat\.messages: 21 messages are above 20"
+    if not count_above:
+        prompt = messages_of(2, "x" * (limit // 2))
+        size = 2 * (limit // 2 + 1)
+        text = rf"prompt\.chat\.messages: {size} characters are above {limit}, the most that 20 tokens hold"
+    with pytest.raises(DraftlineError, match=text) as caught:
+        await read_prompt(prompt, watched, VOCAB_SIZE, 20)
+    assert (caught.value.reason, caught.value.field) == (ErrorReason.PROMPT_TOO_LONG, "prompt")
+    assert watched.render_threads == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"a": [[0] * 15, [0] * 15]}, "at least 21 values are above 20"),
+        ({str(number): None for number in range(30)}, "at least 21 values are above 20"),
+        ({"a": ["x" * 2000, "x" * 2000]}, r"\d+ characters are above \d+, the most that a prompt holds"),
+        ({"x" * 4000: {}}, r"\d+ characters are above \d+, the most that a prompt holds"),
+    ],
+)
+async def test_variables_that_cannot_fit_are_refused_before_they_are_read(
+    watched: WatchedTokenizer, variables: dict[str, Any], text: str
+) -> None:
+    prompt = chat()
+    prompt.chat.template_variables.update(variables)
+    with pytest.raises(InvalidFieldError, match=text) as caught:
+        await read_prompt(prompt, watched, VOCAB_SIZE, 20)
+    assert caught.value.field == "prompt.chat.template_variables"
+    assert watched.render_threads == []
+
+
+async def test_a_variables_name_is_cut_in_an_errors_path(watched: WatchedTokenizer) -> None:
+    prompt = chat()
+    prompt.chat.template_variables.fields["x" * 3000].number_value = float("nan")
+    with pytest.raises(InvalidFieldError, match="not a finite number") as caught:
+        await read_prompt(prompt, watched, VOCAB_SIZE, 8191)
+    assert caught.value.field is not None
+    assert len(caught.value.field) < 200
+
+
+async def test_only_a_small_chat_is_rendered_on_the_event_loop(watched: WatchedTokenizer) -> None:
+    """What is large goes to a thread: other streams are served meanwhile."""
+    here = threading.get_ident()
+    await read_prompt(messages_of(3, "The fox"), watched, VOCAB_SIZE, 8191)
+    assert watched.render_threads == [here]
+    with_variables = messages_of(1)
+    with_variables.chat.template_variables.update({"deep": [1]})
+    for prompt in (messages_of(100), messages_of(1, "x" * 2000), with_variables):
+        await read_prompt(prompt, watched, VOCAB_SIZE, 8191)
+    assert here not in watched.render_threads[1:]
+    assert len(watched.render_threads) == 4

@@ -168,6 +168,14 @@ async def test_info(service: Service) -> None:
     assert server.state == info_pb2.SERVING_STATE_FAILED
 
 
+async def test_a_worker_that_never_beat_has_no_age(service: Service) -> None:
+    service.scheduler.heartbeat_age = float("inf")
+    server = await service.info.GetServerInfo(info_pb2.GetServerInfoRequest())
+    (worker,) = server.workers
+    assert worker.pid == 4242
+    assert not worker.HasField("heartbeat_age")
+
+
 async def test_a_silent_scheduler_is_unavailable(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler_svc.frontend.scheduler_client._REPLY_TIMEOUT_SECONDS", 0.05)
     service.scheduler.answers_queries = False

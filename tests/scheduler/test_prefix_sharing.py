@@ -123,17 +123,22 @@ def test_samples_of_a_prompt_below_one_page_do_not_wait() -> None:
     assert len(harness.step().admissions) == 3
 
 
-def test_samples_with_prompt_logprobs_neither_wait_nor_hit() -> None:
+def test_only_the_first_sample_computes_prompt_logprobs_and_the_others_share_its_pages() -> None:
     harness = Harness()
     harness.submit(make_submit("warm", prompt_of(18)))
     harness.run()
-    harness.submit(make_submit("r", prompt_of(18), n=2, num_prompt_logprobs=2))
+    harness.submit(make_submit("r", prompt_of(18), n=3, num_prompt_logprobs=2))
     harness.run()
-    for i in range(2):
-        started = harness.output("r", i).started
-        assert started.num_cached_tokens == 0
-        assert [logprob.token_id for logprob in started.prompt_logprobs] == list(prompt_of(18)[1:])
-        assert all(len(logprob.top) == 2 for logprob in started.prompt_logprobs)
+    started = [harness.output("r", i).started for i in range(3)]
+    assert [each.num_cached_tokens for each in started] == [0, 16, 16]
+    assert [logprob.token_id for logprob in started[0].prompt_logprobs] == list(prompt_of(18)[1:])
+    assert all(len(logprob.top) == 2 for logprob in started[0].prompt_logprobs)
+    assert [each.prompt_logprobs for each in started[1:]] == [None, None]
+    asked = [admission.sampling.num_prompt_logprobs for admission in admissions(harness)[1:]]
+    assert asked == [2, -1, -1]
+    assert [harness.output("r", i).tokens for i in range(3)] == [
+        model_text(prompt_of(18), 1 + i, 8) for i in range(3)
+    ]
 
 
 def test_the_siblings_of_a_cancelled_first_sample_go_on() -> None:

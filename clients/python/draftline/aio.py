@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,7 +38,7 @@ class AsyncGenerationStream(AsyncIterator[Event]):
         self._delivered = False
         self._call = start(attempts.remaining())
         self._responses = aiter(self._call)
-        self._cancelled = False
+        self._cancelled = asyncio.Event()
 
     async def __anext__(self) -> Event:
         while True:
@@ -45,8 +46,10 @@ class AsyncGenerationStream(AsyncIterator[Event]):
                 event = event_from(await anext(self._responses))
             except grpc.RpcError as error:
                 delay = self._attempts.delay_or_raise(from_rpc_error(error), delivered=self._delivered)
-                await asyncio.sleep(delay)
-                if self._cancelled:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._cancelled.wait(), delay)
+                # Nothing is awaited from here to the new call, so no cancel can fall between the two.
+                if self._cancelled.is_set():
                     raise RequestCancelledError("the call was cancelled") from None
                 self._call = self._start(self._attempts.remaining())
                 self._responses = aiter(self._call)
@@ -59,7 +62,7 @@ class AsyncGenerationStream(AsyncIterator[Event]):
 
     def cancel(self) -> None:
         """Ends the request on the service too; iterating then raises RequestCancelledError."""
-        self._cancelled = True
+        self._cancelled.set()
         self._call.cancel()
 
     async def completion(self) -> Completion:

@@ -53,6 +53,8 @@ class GenerationStream(Iterator[Event]):
                 if self._cancelled.wait(delay):
                     raise RequestCancelledError("the call was cancelled") from None
                 self._call = self._start(self._attempts.remaining())
+                if self._cancelled.is_set():  # meanwhile, which ended the call before this one
+                    self._call.cancel()
                 continue
             self._delivered = True
             self._builder.add(event)

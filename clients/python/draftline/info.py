@@ -43,12 +43,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One worker process."""
+    """One worker process. heartbeat_age: seconds, None before its first heartbeat."""
 
     rank: int
     device: str
     pid: int
-    heartbeat_age: float
+    heartbeat_age: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,12 @@ def server_info_from(response: info_pb2.GetServerInfoResponse) -> ServerInfo:
         start_time=_datetime(response.start_time),
         state=label_of(SERVING_STATES, response.state),
         workers=tuple(
-            Worker(worker.rank, worker.device, worker.pid, seconds(worker.heartbeat_age))
+            Worker(
+                worker.rank,
+                worker.device,
+                worker.pid,
+                seconds(worker.heartbeat_age) if worker.HasField("heartbeat_age") else None,
+            )
             for worker in response.workers
         ),
         page_size=response.page_size,

@@ -53,6 +53,10 @@ def info_object(health: str, model: ModelInfo, service: ServerInfo, load: Load) 
     }
 
 
+def _heartbeat_text(age: float | None) -> str:
+    return "no heartbeat yet" if age is None else f"heartbeat {age:.1f} s ago"
+
+
 def _lines(health: str, model: ModelInfo, service: ServerInfo, load: Load) -> list[tuple[str, str]]:
     defaults = ", ".join(f"{name} {value:g}" for name, value in model.default_sampling.items())
     lines = [
@@ -74,7 +78,7 @@ def _lines(health: str, model: ModelInfo, service: ServerInfo, load: Load) -> li
     if service.speculation is not None:
         lines.append(("drafting", settings_text(service.speculation)))
     lines += [
-        ("worker", f"rank {w.rank}, pid {w.pid}, {w.device}, heartbeat {w.heartbeat_age:.1f} s ago")
+        ("worker", f"rank {w.rank}, pid {w.pid}, {w.device}, {_heartbeat_text(w.heartbeat_age)}")
         for w in service.workers
     ]
     lines += [
