@@ -14,6 +14,7 @@ from pathlib import Path
 from scheduler_svc.errors import StartupError
 
 _PREFIX = "draftline-"
+_SCHEDULER_SOCKETS = ("scheduler.sock", "control.sock")
 _LONGEST_SOCKET = "/scheduler.sock"
 _YOUNG_SECONDS = 10.0
 _MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un.sun_path less its end mark
@@ -24,7 +25,8 @@ def runtime_dir(wished: str, role: str) -> Iterator[Path]:
     """Gives the directory for as long as the service runs; `role` is locked in it, against a second one.
 
     A private directory (`wished` is "") is removed at the end; in one that was asked for only the lock and
-    the sockets that appeared meanwhile are. Frontends may share one: they take no lock. Raises StartupError.
+    the sockets that appeared meanwhile are, and a scheduler alone leaves those of frontends, which outlive it.
+    Frontends may share one: they take no lock. Raises StartupError.
     """
     private = not wished
     try:
@@ -48,7 +50,8 @@ def runtime_dir(wished: str, role: str) -> Iterator[Path]:
         elif lock is not None:
             lock_path = path / f"{role}.lock"
             for file in set(path.iterdir()) - before:
-                if file == lock_path or file.is_socket():
+                is_own = role != "scheduler" or file.name in _SCHEDULER_SOCKETS
+                if file == lock_path or (file.is_socket() and is_own):
                     file.unlink(missing_ok=True)
         if lock is not None:
             os.close(lock)

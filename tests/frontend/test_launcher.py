@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -242,6 +243,15 @@ def test_a_given_directory_keeps_what_is_not_ours(runtime_dir: Path) -> None:
         with make_runtime_dir(str(runtime_dir), "frontend"):
             pass
     assert [file.name for file in runtime_dir.iterdir()] == ["old"]
+
+
+def test_a_scheduler_that_ends_leaves_a_frontend_its_socket(runtime_dir: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        with make_runtime_dir(str(runtime_dir), "scheduler") as path:
+            for name in ("scheduler.sock", "control.sock", "api.sock"):
+                server = stack.enter_context(socket.socket(socket.AF_UNIX))
+                server.bind(str(path / name))
+        assert [file.name for file in runtime_dir.iterdir()] == ["api.sock"]
 
 
 def test_directories_of_killed_services_are_swept(monkeypatch: pytest.MonkeyPatch, runtime_dir: Path) -> None:
