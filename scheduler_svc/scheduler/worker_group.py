@@ -42,6 +42,7 @@ class WorkerLostError(Exception):
 @dataclass(slots=True)
 class _Rank:
     identity: bytes
+    connection: int  # the file descriptor that its messages come from
     hello: control.WorkerHello
     attached: bool = False
 
@@ -68,7 +69,7 @@ class WorkerGroup:
         self.connection_socket: zmq.Socket[bytes] = self.control_socket.get_monitor_socket(
             zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
         )
-        self._num_connections = 0
+        self._connections: set[int] = set()  # file descriptors, those of strangers among them
         try:
             self.control_socket.bind(address)
         except zmq.ZMQError as error:
@@ -104,26 +105,39 @@ class WorkerGroup:
         Raises WorkerLostError when a rank gives up, StartupError when the rings cannot be made.
         """
         while self.control_socket.poll(0):
-            identity, data = self.control_socket.recv_multipart()[:2]
+            sender, frame = self.control_socket.recv_multipart(copy=False)[:2]
+            identity = sender.bytes
             try:
-                message = control.decode_worker_message(data)
+                message = control.decode_worker_message(frame.bytes)
             except (msgspec.DecodeError, msgspec.ValidationError) as error:
                 log.error("bad_worker_message", error=str(error))
                 continue
-            if isinstance(message, control.WorkerFailed):
-                raise WorkerLostError(f"worker {message.rank}: {message.message}")
             if isinstance(message, control.WorkerHello):
-                self._greet(identity, message)
-            elif message.rank in self._ranks:
-                self._ranks[message.rank].attached = True
+                self._greet(identity, int(frame.get(zmq.SRCFD)), message)
+                continue
+            rank = self._ranks.get(message.rank)
+            if rank is None or rank.identity != identity:
+                # refused, or another scheduler's, which it outlived: not one of ours
+                log.warning("stray_worker_message", rank=message.rank, message=type(message).__name__)
+            elif isinstance(message, control.WorkerFailed):
+                raise WorkerLostError(f"worker {message.rank}: {message.message}")
+            else:
+                rank.attached = True
 
     def check_connections(self) -> None:
-        """Raises WorkerLostError when fewer processes are connected than ranks were welcomed."""
+        """Raises WorkerLostError when the connection of a rank that was welcomed is closed."""
         while self.connection_socket.poll(0):
-            event = recv_monitor_message(self.connection_socket)["event"]
-            self._num_connections += 1 if event == zmq.EVENT_ACCEPTED else -1
-        if self.is_ready and self._num_connections < len(self._ranks):
-            raise WorkerLostError("its process has ended")
+            event = recv_monitor_message(self.connection_socket)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._connections.add(event["value"])
+            else:
+                self._connections.discard(event["value"])
+        for number, rank in list(self._ranks.items()):
+            if rank.connection in self._connections:
+                continue
+            if self._plans is not None:
+                raise WorkerLostError(f"worker {number}: its process has ended")
+            del self._ranks[number]  # another one may come in its place
 
     def send(self, plan: StepPlan) -> None:
         """Hands a plan to every rank. Raises WorkerLostError when one does not take it."""
@@ -171,13 +185,13 @@ class WorkerGroup:
         self.connection_socket.close(linger=0)
         self.control_socket.close()
 
-    def _greet(self, identity: bytes, hello: control.WorkerHello) -> None:
+    def _greet(self, identity: bytes, connection: int, hello: control.WorkerHello) -> None:
         problem = self._misfit(hello)
         if problem:
             log.error("worker_refused", rank=hello.rank, problem=problem)
             self._answer(identity, control.Refused(problem))
             return
-        self._ranks[hello.rank] = _Rank(identity, hello)
+        self._ranks[hello.rank] = _Rank(identity, connection, hello)
         log.info("worker_loaded", rank=hello.rank, world_size=hello.world_size, num_pages=hello.num_pages)
         if len(self._ranks) == hello.world_size:
             self._welcome(hello.world_size)
