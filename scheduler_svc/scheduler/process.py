@@ -145,6 +145,7 @@ class SchedulerProcess:
                     self._outbox += scheduler.apply(result)
             if scheduler.num_steps_in_flight and time.monotonic() >= self._next_heartbeat_check:
                 self._workers.check_heartbeats()
+                self._workers.check_steps()
                 self._next_heartbeat_check = time.monotonic() + _HEARTBEAT_CHECK_SECONDS
             now = time.time()
             self._outbox += scheduler.expire(now)

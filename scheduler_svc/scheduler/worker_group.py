@@ -19,6 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 from scheduler_svc.config import ServerConfig
 from scheduler_svc.errors import StartupError
 from scheduler_svc.messages import Worker
+from scheduler_svc.scheduler.step_watch import StepWatch
 from shared_mem import control
 from shared_mem.channel import ChannelReader, ChannelWriter
 from shared_mem.doorbell import doorbell_address
@@ -58,6 +59,7 @@ class WorkerGroup:
         self._plans: ChannelWriter | None = None
         self._heartbeat: HeartbeatReader | None = None
         self._silent_since: float | None = None
+        self._steps = StepWatch(config.step_timeout_seconds)
         name = segment_name(instance, "results")
         try:
             self._results = ChannelReader.create(name, _RING_BYTES, doorbell_address(name), context)
@@ -142,6 +144,7 @@ class WorkerGroup:
     def send(self, plan: StepPlan) -> None:
         """Hands a plan to every rank. Raises WorkerLostError when one does not take it."""
         assert self._plans is not None, "plans go out when the group is ready"
+        self._steps.sent(plan.step_id, time.monotonic())
         try:
             self._plans.send(encode_plan(plan), _SEND_SECONDS)
         except SharedMemoryError as error:
@@ -150,9 +153,12 @@ class WorkerGroup:
     def receive_results(self) -> list[StepResult]:
         """All results that have come. Raises WorkerLostError for bytes that are none."""
         try:
-            return [decode_result(data) for data in self._results.drain()]
+            results = [decode_result(data) for data in self._results.drain()]
         except (SharedMemoryError, LayoutError) as error:
             raise WorkerLostError(str(error)) from error
+        for result in results:
+            self._steps.got_result(result.step_id, time.monotonic())
+        return results
 
     def check_heartbeats(self) -> None:
         """Raises WorkerLostError when a rank has been silent for too long, twice in a row."""
@@ -168,6 +174,15 @@ class WorkerGroup:
         elif now - self._silent_since >= _RECHECK_SECONDS:
             silence = "ever" if math.isinf(ages[rank]) else f"for {ages[rank]:.1f} s"
             raise WorkerLostError(f"worker {rank}: no heartbeat {silence}")
+
+    def check_steps(self) -> None:
+        """Raises WorkerLostError when the oldest step has had no result for too long: its heartbeat alone goes on."""
+        overdue = self._steps.overdue(time.monotonic())
+        if overdue is not None:
+            raise WorkerLostError(
+                f"worker 0: step {overdue.step_id} has no result after {overdue.seconds:.1f} s "
+                f"(step_timeout_seconds: {self._config.step_timeout_seconds:g})"
+            )
 
     def shut_down(self) -> None:
         """Tells every rank to finish its step and exit."""

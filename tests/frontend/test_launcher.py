@@ -59,6 +59,7 @@ def test_every_field_is_a_flag() -> None:
         "runtime_dir": "/run/x", "metrics_listen": "127.0.0.1:2", "log_level": "debug",
         "admin_listen": "unix:/run/x/admin", "draft_shape": "tree", "max_draft_depth": 6,
         "stream_interval_ms": 5.0, "disable_at_batch_size": 12, "min_draft_probability": 0.25,
+        "step_timeout_seconds": 60.0,
     }  # fmt: skip
     assert {*flags, "prefix_cache", "suffix_store", "heads"} == set(ServerConfig.__dataclass_fields__)
     arguments = ["--no-prefix-cache", "--suffix-store", "--head", "mtp=/heads/mtp", "--head", "eagle3=a=b"]

@@ -292,6 +292,18 @@ def test_a_failing_worker_ends_requests_and_process(service: Service) -> None:
     assert service.wait()[0] == 1
 
 
+def test_a_worker_whose_step_never_ends_is_lost_though_it_beats(service: Service) -> None:
+    service.serve(replace(CONFIG, step_timeout_seconds=1.5))
+    service.worker.hold()
+    service.send(make_submit("live", prompt_of(5), max_tokens=30))
+    rejected = service.receive(Rejected)
+    assert rejected.reason is ErrorReason.WORKER_LOST
+    assert "worker 0: step 1 has no result after" in rejected.message
+    assert "(step_timeout_seconds: 1.5)" in rejected.message
+    assert service.receive(ServiceStatus).state == "failed"
+    assert service.wait()[0] == 1
+
+
 def test_an_idle_service_sleeps(service: Service) -> None:
     service.serve()
     service.collect(make_submit("r", prompt_of(5)))
