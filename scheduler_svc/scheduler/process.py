@@ -59,6 +59,7 @@ from shared_mem.segment import sweep_stale
 
 _STEPS_IN_FLIGHT = 2  # the one that runs and the one behind it
 _HEARTBEAT_CHECK_SECONDS = 0.5  # while a step is in flight
+_RESEND_SECONDS = 0.02  # while a plan waits for space in the ring
 _RETRY_AFTER_SECONDS = 1.0
 
 log = structlog.get_logger()
@@ -149,7 +150,8 @@ class SchedulerProcess:
                 self._next_heartbeat_check = time.monotonic() + _HEARTBEAT_CHECK_SECONDS
             now = time.time()
             self._outbox += scheduler.expire(now)
-            while (plan := scheduler.schedule(now)) is not None:
+            self._workers.send_rest()
+            while not self._workers.has_unsent and (plan := scheduler.schedule(now)) is not None:
                 self._workers.send(plan)
         self._go_on_draining()
 
@@ -161,6 +163,8 @@ class SchedulerProcess:
                 waits.append(self._next_heartbeat_check - time.monotonic())
             if self._scheduler.next_deadline is not None:
                 waits.append(self._scheduler.next_deadline - time.time())
+        if self._workers.has_unsent:
+            waits.append(_RESEND_SECONDS)
         if self._drain_until is not None:
             waits.append(self._drain_until - time.monotonic())
         if self._pacer.due is not None:

@@ -23,13 +23,13 @@ from scheduler_svc.scheduler.step_watch import StepWatch
 from shared_mem import control
 from shared_mem.channel import ChannelReader, ChannelWriter
 from shared_mem.doorbell import doorbell_address
-from shared_mem.errors import SharedMemoryError
+from shared_mem.errors import ChannelTimeout, SharedMemoryError
 from shared_mem.heartbeat import HeartbeatReader
 from shared_mem.records import LAYOUT_VERSION, LayoutError, StepPlan, StepResult, decode_result, encode_plan
 from shared_mem.segment import segment_name
 
-_RING_BYTES = 4 << 20  # far more than a step needs; a longer message travels in several frames
-_SEND_SECONDS = 5.0
+_RING_BYTES = 4 << 20  # more than most plans need; a longer one goes in piece by piece
+_SEND_SECONDS = 0.02  # what a plan may hold up the loop at a time
 _HEARTBEAT_SECONDS = 5.0  # a rank that is silent for longer is lost
 _RECHECK_SECONDS = 1.0  # ... unless it only just woke up together with us (both were stopped, or starved)
 
@@ -57,6 +57,7 @@ class WorkerGroup:
         self._context = context
         self._ranks: dict[int, _Rank] = {}
         self._plans: ChannelWriter | None = None
+        self._unsent: bytes | None = None  # a plan that the ring has not taken all of
         self._heartbeat: HeartbeatReader | None = None
         self._silent_since: float | None = None
         self._steps = StepWatch(config.step_timeout_seconds)
@@ -142,13 +143,32 @@ class WorkerGroup:
             del self._ranks[number]  # another one may come in its place
 
     def send(self, plan: StepPlan) -> None:
-        """Hands a plan to every rank. Raises WorkerLostError when one does not take it."""
-        assert self._plans is not None, "plans go out when the group is ready"
+        """Hands a plan to every rank, as far as there is space: see has_unsent. Raises WorkerLostError."""
+        assert not self.has_unsent, "one plan at a time"
         self._steps.sent(plan.step_id, time.monotonic())
+        self._unsent = encode_plan(plan)
+        self.send_rest()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a part of the last plan waits for space: until ranks have done the step before it, if it is large.
+
+        Then call send_rest until it is gone. How long that may take is check_steps' to say.
+        """
+        return self._unsent is not None
+
+    def send_rest(self) -> None:
+        """Goes on with a plan that waits for space, if one does. Raises WorkerLostError when the ring is broken."""
+        if self._unsent is None:
+            return
+        assert self._plans is not None, "plans go out when the group is ready"
         try:
-            self._plans.send(encode_plan(plan), _SEND_SECONDS)
+            self._plans.send(self._unsent, _SEND_SECONDS)
+        except ChannelTimeout:
+            return  # the very same object goes on where this ended
         except SharedMemoryError as error:
             raise WorkerLostError(str(error)) from error
+        self._unsent = None
 
     def receive_results(self) -> list[StepResult]:
         """All results that have come. Raises WorkerLostError for bytes that are none."""

@@ -59,6 +59,7 @@ class FakeWorker(threading.Thread):
         self.go_on = threading.Event()
         self.go_on.set()
         self.failure = ""
+        self.reads_ahead = True  # False: while a result is held back plans stay in the ring
         self.num_plans_ready = 0  # when a result was held back last: plans for the steps behind it
         self.got_shutdown = False
         self.refused = ""
@@ -96,7 +97,8 @@ class FakeWorker(threading.Thread):
                         continue
                     result = simulated.execute(decode_plan(data))
                     while not self.go_on.wait(0.01):
-                        ready += plans.drain()
+                        if self.reads_ahead:
+                            ready += plans.drain()
                         self.num_plans_ready = len(ready)
                         if socket.poll(0):
                             break

@@ -56,6 +56,14 @@ CONFIG = ServerConfig(
 )
 
 
+SMALL_RING = """
+import sys
+from scheduler_svc.scheduler import process, worker_group
+worker_group._RING_BYTES = 4096
+sys.exit(process.main(sys.argv[1:]))
+"""
+
+
 def segments_of(pid: int) -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"draftline-{pid}-*")]
 
@@ -72,10 +80,13 @@ class Service:
         self.process: subprocess.Popen[str] | None = None
         self._events: list[Any] = []
 
-    def start(self, config: ServerConfig = CONFIG, **popen_options: Any) -> subprocess.Popen[str]:
+    def start(
+        self, config: ServerConfig = CONFIG, code: str = "", **popen_options: Any
+    ) -> subprocess.Popen[str]:
+        """Starts the scheduler; `code` stands for its module's entry point."""
         path = self.directory / "config.json"
         path.write_bytes(msgspec.json.encode(config))
-        command = [sys.executable, "-m", "scheduler_svc.scheduler.process"]
+        command = [sys.executable, *(["-c", code] if code else ["-m", "scheduler_svc.scheduler.process"])]
         command += ["--config-json", str(path), "--runtime-dir", str(self.directory)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen_options
@@ -83,8 +94,8 @@ class Service:
         self.socket.connect(f"ipc://{self.directory}/scheduler.sock")
         return self.process
 
-    def serve(self, config: ServerConfig = CONFIG) -> ServiceStatus:
-        self.start(config)
+    def serve(self, config: ServerConfig = CONFIG, code: str = "") -> ServiceStatus:
+        self.start(config, code)
         self.send(FrontendHello())
         status = self.receive(ServiceStatus)
         assert (status.state, status.model) == ("starting", None)
@@ -302,6 +313,30 @@ def test_a_worker_whose_step_never_ends_is_lost_though_it_beats(service: Service
     assert "(step_timeout_seconds: 1.5)" in rejected.message
     assert service.receive(ServiceStatus).state == "failed"
     assert service.wait()[0] == 1
+
+
+def test_a_plan_larger_than_the_ring_waits_for_a_long_step_and_holds_up_nothing(service: Service) -> None:
+    limits = make_limits(max_context_tokens=4096, num_pages=2048, max_batched_tokens=4096)
+    service.worker = FakeWorker(service.directory, limits, service.context)
+    service.worker.reads_ahead = False
+    config = replace(CONFIG, num_pages=limits.num_pages, max_batched_tokens=limits.max_batched_tokens)
+    service.serve(config, SMALL_RING)
+    service.worker.hold()
+    service.send(make_submit("first", prompt_of(5), max_tokens=1))  # nothing to plan ahead for it
+    service.send(LoadQuery(0))
+    service.receive(LoadReply)  # its step has gone out
+    submit = make_submit("large", prompt_of(3000), max_tokens=20)  # 12,000 bytes of tokens
+    service.send(submit)
+    for call_id in range(1, 13):  # for 6 seconds
+        service.send(LoadQuery(call_id))
+        service.receive(LoadReply, timeout=0.5)
+        time.sleep(0.5)
+    service.worker.go_on.set()
+    tokens: dict[str, list[int]] = {"first": [], "large": []}
+    while len(tokens["large"]) < 20:
+        for event in service.receive(TokenEvents).events:
+            tokens[event.request_id] += event.token_ids
+    assert tokens["large"] == model_text(submit.token_ids, 1, 20)
 
 
 def test_an_idle_service_sleeps(service: Service) -> None:
