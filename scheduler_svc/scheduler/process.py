@@ -53,7 +53,7 @@ from scheduler_svc.scheduler.events import Outbound
 from scheduler_svc.scheduler.frontend_link import FrontendLink
 from scheduler_svc.scheduler.limits import resolve_limits, served_model
 from scheduler_svc.scheduler.scheduler import ResultError, Scheduler
-from scheduler_svc.scheduler.worker_group import WorkerGroup, WorkerLostError
+from scheduler_svc.scheduler.worker_group import WorkerEndedError, WorkerGroup, WorkerLostError
 from shared_mem.errors import SharedMemoryError
 from shared_mem.segment import sweep_stale
 
@@ -112,7 +112,10 @@ class SchedulerProcess:
                 try:
                     self._turn(ready)
                 except (WorkerLostError, ResultError) as error:
-                    self._fail(str(error))
+                    if isinstance(error, WorkerEndedError) and self._drain_until is not None:
+                        self._end_without_workers(str(error))
+                    else:
+                        self._fail(str(error))
                 self._flush()
             return self._exit_code
         except StartupError as error:
@@ -285,6 +288,14 @@ class SchedulerProcess:
         self._exit_code = 1
 
     # --- the end ---
+
+    def _end_without_workers(self, why: str) -> None:
+        """A worker left during the drain: whoever ends the service is done waiting, as by a second SIGTERM."""
+        if self._scheduler is not None:
+            text = "the service shut down before the request was done"
+            self._outbox += self._scheduler.reject_all(ErrorReason.NOT_SERVING, text)
+        log.info("drain_cut_short", reason=why)
+        self._exit_code = 0
 
     def _read_signals(self) -> None:
         try:

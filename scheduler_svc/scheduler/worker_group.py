@@ -40,6 +40,10 @@ class WorkerLostError(Exception):
     """A rank died, hangs or breaks the protocol; the group has to be started again."""
 
 
+class WorkerEndedError(WorkerLostError):
+    """A rank's process ended: killed, crashed, or told to stop."""
+
+
 @dataclass(slots=True)
 class _Rank:
     identity: bytes
@@ -128,7 +132,7 @@ class WorkerGroup:
                 rank.attached = True
 
     def check_connections(self) -> None:
-        """Raises WorkerLostError when the connection of a rank that was welcomed is closed."""
+        """Raises WorkerEndedError when the connection of a rank that was welcomed is closed."""
         while self.connection_socket.poll(0):
             event = recv_monitor_message(self.connection_socket)
             if event["event"] == zmq.EVENT_ACCEPTED:
@@ -139,7 +143,7 @@ class WorkerGroup:
             if rank.connection in self._connections:
                 continue
             if self._plans is not None:
-                raise WorkerLostError(f"worker {number}: its process has ended")
+                raise WorkerEndedError(f"worker {number}: its process has ended")
             del self._ranks[number]  # another one may come in its place
 
     def send(self, plan: StepPlan) -> None:

@@ -290,6 +290,34 @@ def test_a_second_sigterm_ends_at_once_but_sigint_before_it_does_not_count(servi
     assert service.wait()[0] == 0
 
 
+def test_a_worker_that_ends_during_the_drain_is_part_of_the_shutdown(service: Service) -> None:
+    """A second signal to the launcher reaches the worker while the scheduler still drains."""
+    service.serve()
+    service.worker.hold()
+    service.send(make_submit("live", prompt_of(5), max_tokens=30))
+    service.send(LoadQuery(0))
+    service.receive(LoadReply)
+    service.process.send_signal(signal.SIGTERM)
+    assert service.receive(ServiceStatus).state == "draining"
+    service.worker.leave.set()
+    rejected = service.receive(Rejected)
+    assert (rejected.request_id, rejected.reason) == ("live", ErrorReason.NOT_SERVING)
+    assert service.wait()[0] == 0
+
+
+def test_a_worker_that_ends_before_is_lost(service: Service) -> None:
+    service.serve()
+    service.worker.hold()
+    service.send(make_submit("live", prompt_of(5), max_tokens=30))
+    service.send(LoadQuery(0))
+    service.receive(LoadReply)
+    service.worker.leave.set()
+    rejected = service.receive(Rejected)
+    assert (rejected.request_id, rejected.reason) == ("live", ErrorReason.WORKER_LOST)
+    assert service.receive(ServiceStatus).state == "failed"
+    assert service.wait()[0] == 1
+
+
 def test_a_failing_worker_ends_requests_and_process(service: Service) -> None:
     service.serve()
     service.worker.failure = "rank 0: out of memory"
