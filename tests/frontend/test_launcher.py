@@ -110,6 +110,7 @@ def test_speculation_off() -> None:
         (["--draft-shape", "bush"], "draft_shape: 'bush' is not one of chain, tree, fixed-tree"),
         (["--max-draft-depth", "0"], "max_draft_depth: 0 is below 1"),
         (["--min-draft-probability", "1"], "min_draft_probability: 1.0 is not within 0..1, without 1"),
+        (["--step-timeout-seconds", "0"], "step_timeout_seconds: 0.0 is not a number of seconds from 1 on"),
         (["--max-draft-depth", "65"], "max_draft_depth: 65 is above 64"),
         (["--head", "mtp=x"], "heads: mtp is not among the methods of --speculation"),
         (["--head", "ngram=x"], "heads: 'ngram' is not one of eagle, mtp, medusa, eagle3"),
