@@ -13,3 +13,7 @@ class ModelError(WorkerError):
 
 class DeviceError(WorkerError):
     """The device or its memory does not allow what the configuration asks for."""
+
+
+class SchedulerGoneError(WorkerError):
+    """The scheduler's process ended without a word; the next one has to be greeted by a worker that starts afresh."""

@@ -22,7 +22,8 @@ import zmq
 from gpu_worker import logs
 from gpu_worker.config import WorkerConfig
 from gpu_worker.engine import Engine, build_engine
-from gpu_worker.errors import WorkerError
+from gpu_worker.errors import SchedulerGoneError, WorkerError
+from gpu_worker.scheduler_watch import SchedulerWatch
 from shared_mem import control
 from shared_mem.channel import ChannelReader, ChannelWriter
 from shared_mem.drafting_defaults import with_drafting_defaults
@@ -47,6 +48,7 @@ class Worker:
         self._control = context.socket(zmq.DEALER)
         self._control.setsockopt(zmq.LINGER, 1000)
         self._control.setsockopt(zmq.IDENTITY, f"worker-{config.rank}-{os.getpid()}".encode())
+        self._watch = SchedulerWatch(self._control)
         self._control.connect(config.control_address)
 
     def stop(self) -> None:
@@ -54,26 +56,40 @@ class Worker:
         self._stopping = True
 
     def run(self) -> None:
-        """Handshake, then plans until Shutdown (or stop). Raises WorkerError when the scheduler refuses."""
-        welcome = self._shake_hands()
-        plans = ChannelReader.attach(
-            welcome.plan_ring, self._config.rank, welcome.plan_doorbell, self._context
-        )
-        results = None
-        if self._config.rank == 0:
-            results = ChannelWriter.attach(welcome.result_ring, welcome.result_doorbell, self._context)
-        heartbeat = HeartbeatWriter.attach(welcome.heartbeat, self._config.rank)
+        """Handshake, then plans until Shutdown (or stop); use once.
+
+        Raises WorkerError when the scheduler refuses, SchedulerGoneError when it ends without a Shutdown.
+        """
         try:
-            self._control.send(control.encode(control.WorkerAttached(self._config.rank)))
-            log.info("worker attached", rank=self._config.rank, num_pages=self._engine.num_pages)
+            self._serve(self._shake_hands())
+        finally:
+            self._watch.close()
+            self._control.close()
+
+    def _serve(self, welcome: control.Welcome) -> None:
+        """Attaches to what the scheduler names and executes plans. Tells the scheduler why when it cannot go on."""
+        config, context = self._config, self._context
+        plans = ChannelReader.attach(welcome.plan_ring, config.rank, welcome.plan_doorbell, context)
+        results = None
+        if config.rank == 0:
+            results = ChannelWriter.attach(welcome.result_ring, welcome.result_doorbell, context)
+        heartbeat = HeartbeatWriter.attach(welcome.heartbeat, config.rank)
+        try:
+            self._control.send(control.encode(control.WorkerAttached(config.rank)))
+            log.info("worker attached", rank=config.rank, num_pages=self._engine.num_pages)
             gc.freeze()  # the collector need not walk over libraries and model at every full collection
-            self._serve(plans, results, heartbeat)
+            self._execute_plans(plans, results, heartbeat)
+        except SchedulerGoneError:
+            raise  # and nobody to tell: the socket may have reached the next scheduler by now
+        except Exception as error:
+            failed = control.WorkerFailed(config.rank, f"{type(error).__name__}: {error}")
+            self._control.send(control.encode(failed))
+            raise
         finally:
             heartbeat.close()
             plans.close()
             if results is not None:
                 results.close()
-            self._control.close()
 
     def _shake_hands(self) -> control.Welcome:
         engine, config = self._engine, self._config
@@ -89,16 +105,31 @@ class Worker:
             model=engine.facts,
         )
         self._control.send(control.encode(hello))
-        if not self._control.poll(_HANDSHAKE_TIMEOUT_MS):
+        poller = zmq.Poller()
+        poller.register(self._control, zmq.POLLIN)
+        poller.register(self._watch.wake_fd, zmq.POLLIN)
+        poller.poll(_HANDSHAKE_TIMEOUT_MS)
+        answer = self._receive_control()
+        if answer is None:
             raise WorkerError(f"control {config.control_address}: no scheduler answered within 30 s")
-        answer = control.decode_scheduler_message(self._control.recv())
         if isinstance(answer, control.Refused):
             raise WorkerError(f"control {config.control_address}: the scheduler refused: {answer.message}")
         if not isinstance(answer, control.Welcome):
             raise WorkerError(f"control {config.control_address}: unexpected answer {type(answer).__name__}")
         return answer
 
-    def _serve(self, plans: ChannelReader, results: ChannelWriter | None, heartbeat: HeartbeatWriter) -> None:
+    def _receive_control(self) -> control.SchedulerMessage | None:
+        """The scheduler's next message if there is one. Raises SchedulerGoneError when none can come any more."""
+        is_gone = self._watch.is_gone
+        if self._control.poll(0):
+            return control.decode_scheduler_message(self._control.recv())
+        if is_gone:
+            raise SchedulerGoneError(f"control {self._config.control_address}: the scheduler is gone")
+        return None
+
+    def _execute_plans(
+        self, plans: ChannelReader, results: ChannelWriter | None, heartbeat: HeartbeatWriter
+    ) -> None:
         def publish(result: StepResult) -> None:
             if results is not None:
                 results.send(encode_result(result), _RESULT_TIMEOUT_SECONDS)
@@ -106,6 +137,7 @@ class Worker:
         poller = zmq.Poller()
         poller.register(self._control, zmq.POLLIN)
         poller.register(plans.socket, zmq.POLLIN)
+        poller.register(self._watch.wake_fd, zmq.POLLIN)
         num_steps = 0
         while not self._stopping:
             # While plans lie ahead nobody has to ring: it would only wake this process for what it reads anyway.
@@ -119,15 +151,9 @@ class Worker:
             if messages:
                 continue
             ready = dict(poller.poll(1000))
-            if self._control in ready:
-                order = control.decode_scheduler_message(self._control.recv())
-                if isinstance(order, control.Shutdown):
-                    return
-
-    def report_failure(self, message: str) -> None:
-        """Tells the scheduler why this rank cannot go on."""
-        if not self._control.closed:
-            self._control.send(control.encode(control.WorkerFailed(self._config.rank, message)))
+            is_told = self._control in ready or self._watch.wake_fd in ready
+            if is_told and isinstance(self._receive_control(), control.Shutdown):
+                return
 
 
 def load_worker_config(path: Path, runtime_dir: Path, rank: int) -> WorkerConfig:
@@ -178,9 +204,6 @@ def _serve(config: WorkerConfig) -> None:
     signal.signal(signal.SIGTERM, on_sigterm)
     try:
         worker.run()
-    except Exception as error:
-        worker.report_failure(f"{type(error).__name__}: {error}")
-        raise
     finally:
         context.destroy(linger=1000)
 
@@ -197,11 +220,11 @@ def _command(
         _serve(load_worker_config(config, runtime_dir, rank))
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
+        raise typer.Exit(1 if isinstance(error, SchedulerGoneError) else 2) from error
 
 
 def main() -> None:
-    """Entry point of `draftline-worker`. Exit code 2: cannot start, one line on stderr says why."""
+    """Entry point of `draftline-worker`. Exit code 2: cannot start, 1: the scheduler is gone; one line says why."""
     typer.run(_command)
 
 

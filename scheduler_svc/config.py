@@ -68,6 +68,7 @@ class ServerConfig:
     num_threads: int = 0  # compute threads of a worker; 0: all cores
     stream_interval_ms: float = 20.0  # tokens of so many milliseconds travel together; 0: each step by itself
     drain_grace_seconds: float = 30.0  # how long live streams may go on after SIGTERM
+    step_timeout_seconds: float = 300.0  # a step without a result for so long: its worker hangs and is lost
     runtime_dir: str = ""  # sockets live here; "" makes a private temporary directory
     metrics_listen: str = ""  # HOST:PORT of the Prometheus endpoint; "" is off
     log_level: str = "info"
@@ -195,5 +196,9 @@ def check(config: ServerConfig) -> ServerConfig:
     if not 0 <= config.drain_grace_seconds < math.inf:
         raise StartupError(
             f"drain_grace_seconds: {config.drain_grace_seconds} is not a number of seconds from 0 on"
+        )
+    if not 1 <= config.step_timeout_seconds < math.inf:
+        raise StartupError(
+            f"step_timeout_seconds: {config.step_timeout_seconds} is not a number of seconds from 1 on"
         )
     return config

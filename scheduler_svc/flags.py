@@ -153,6 +153,9 @@ def _command(
     drain_grace_seconds: Annotated[
         float | None, typer.Option(help="How long live streams may go on after SIGTERM.")
     ] = None,
+    step_timeout_seconds: Annotated[
+        float | None, typer.Option(help="A worker whose step has no result after so long is lost.")
+    ] = None,
     runtime_dir: Annotated[
         str | None, typer.Option(help="Where sockets live; unset makes a private directory.")
     ] = None,

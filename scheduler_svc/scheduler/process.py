@@ -53,12 +53,13 @@ from scheduler_svc.scheduler.events import Outbound
 from scheduler_svc.scheduler.frontend_link import FrontendLink
 from scheduler_svc.scheduler.limits import resolve_limits, served_model
 from scheduler_svc.scheduler.scheduler import ResultError, Scheduler
-from scheduler_svc.scheduler.worker_group import WorkerGroup, WorkerLostError
+from scheduler_svc.scheduler.worker_group import WorkerEndedError, WorkerGroup, WorkerLostError
 from shared_mem.errors import SharedMemoryError
 from shared_mem.segment import sweep_stale
 
 _STEPS_IN_FLIGHT = 2  # the one that runs and the one behind it
 _HEARTBEAT_CHECK_SECONDS = 0.5  # while a step is in flight
+_RESEND_SECONDS = 0.02  # while a plan waits for space in the ring
 _RETRY_AFTER_SECONDS = 1.0
 
 log = structlog.get_logger()
@@ -111,7 +112,10 @@ class SchedulerProcess:
                 try:
                     self._turn(ready)
                 except (WorkerLostError, ResultError) as error:
-                    self._fail(str(error))
+                    if isinstance(error, WorkerEndedError) and self._drain_until is not None:
+                        self._end_without_workers(str(error))
+                    else:
+                        self._fail(str(error))
                 self._flush()
             return self._exit_code
         except StartupError as error:
@@ -145,10 +149,12 @@ class SchedulerProcess:
                     self._outbox += scheduler.apply(result)
             if scheduler.num_steps_in_flight and time.monotonic() >= self._next_heartbeat_check:
                 self._workers.check_heartbeats()
+                self._workers.check_steps()
                 self._next_heartbeat_check = time.monotonic() + _HEARTBEAT_CHECK_SECONDS
             self._outbox += scheduler.expire(time.monotonic())
             now = time.time()
-            while (plan := scheduler.schedule(now)) is not None:
+            self._workers.send_rest()
+            while not self._workers.has_unsent and (plan := scheduler.schedule(now)) is not None:
                 self._workers.send(plan)
         self._go_on_draining()
 
@@ -160,6 +166,8 @@ class SchedulerProcess:
                 waits.append(self._next_heartbeat_check - time.monotonic())
             if self._scheduler.next_deadline is not None:
                 waits.append(self._scheduler.next_deadline - time.monotonic())
+        if self._workers.has_unsent:
+            waits.append(_RESEND_SECONDS)
         if self._drain_until is not None:
             waits.append(self._drain_until - time.monotonic())
         if self._pacer.due is not None:
@@ -280,6 +288,14 @@ class SchedulerProcess:
         self._exit_code = 1
 
     # --- the end ---
+
+    def _end_without_workers(self, why: str) -> None:
+        """A worker left during the drain: whoever ends the service is done waiting, as by a second SIGTERM."""
+        if self._scheduler is not None:
+            text = "the service shut down before the request was done"
+            self._outbox += self._scheduler.reject_all(ErrorReason.NOT_SERVING, text)
+        log.info("drain_cut_short", reason=why)
+        self._exit_code = 0
 
     def _read_signals(self) -> None:
         try:

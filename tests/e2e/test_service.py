@@ -312,6 +312,24 @@ def test_a_dead_worker_ends_streams_with_unavailable(tiny_model_dir: Path) -> No
     assert leftovers() <= before
 
 
+def test_a_second_signal_is_a_shutdown_not_a_lost_worker(tiny_model_dir: Path) -> None:
+    before = leftovers()
+    flags = ["--model", str(tiny_model_dir), "--dtype", "float32", "--num-pages", "4000"]
+    with Service(*flags) as service, Client(service.address) as client:
+        prompt = [5, 6, 7]
+        stream = client.generate(prompt, n=32, max_tokens=500, ignore_eos=True, temperature=1, seed=1)
+        next(stream)
+        service.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        ended = service.stop()
+        with pytest.raises(DraftlineError) as caught:
+            stream.completion()
+    assert caught.value.reason == "NOT_SERVING", ended.stderr
+    assert "workers_lost" not in ended.stderr
+    assert ended.code == 0
+    assert leftovers() <= before
+
+
 def test_padded_vocabularies_of_one_tokenizer_work_together(tmp_path: Path) -> None:
     """304 and 320 rows over the same 300 tokens: only ids below 300 come out."""
     target = make_tiny_llama(tmp_path / "target", vocab_size=320)

@@ -60,6 +60,7 @@ def test_every_field_is_a_flag() -> None:
         "admin_listen": "unix:/run/x/admin", "draft_shape": "tree", "max_draft_depth": 6,
         "stream_interval_ms": 5.0, "disable_at_batch_size": 12, "min_draft_probability": 0.25,
         "eagle3_layer_ids": "outputs",
+        "step_timeout_seconds": 60.0,
     }  # fmt: skip
     assert {*flags, "prefix_cache", "suffix_store", "heads"} == set(ServerConfig.__dataclass_fields__)
     arguments = ["--no-prefix-cache", "--suffix-store", "--head", "mtp=/heads/mtp", "--head", "eagle3=a=b"]
@@ -110,6 +111,7 @@ def test_speculation_off() -> None:
         (["--draft-shape", "bush"], "draft_shape: 'bush' is not one of chain, tree, fixed-tree"),
         (["--max-draft-depth", "0"], "max_draft_depth: 0 is below 1"),
         (["--min-draft-probability", "1"], "min_draft_probability: 1.0 is not within 0..1, without 1"),
+        (["--step-timeout-seconds", "0"], "step_timeout_seconds: 0.0 is not a number of seconds from 1 on"),
         (["--max-draft-depth", "65"], "max_draft_depth: 65 is above 64"),
         (["--eagle3-layer-ids", "both"], "eagle3_layer_ids: 'both' is not one of inputs, outputs"),
         (["--head", "mtp=x"], "heads: mtp is not among the methods of --speculation"),

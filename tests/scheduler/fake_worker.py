@@ -49,7 +49,7 @@ def make_hello(limits: Limits, **changes: Any) -> control.WorkerHello:
 
 
 class FakeWorker(threading.Thread):
-    """Answers plans until Shutdown; `hold` keeps results back, `fail` gives up with a message."""
+    """Answers plans until Shutdown; `leave` ends it without a word, `hold` keeps results back, `fail` gives up."""
 
     def __init__(self, runtime_dir: Path, limits: Limits, context: zmq.Context[Any]) -> None:
         super().__init__(name="fake-worker", daemon=True)
@@ -58,7 +58,9 @@ class FakeWorker(threading.Thread):
         self._context = context
         self.go_on = threading.Event()
         self.go_on.set()
+        self.leave = threading.Event()  # looked at while a result is held back
         self.failure = ""
+        self.reads_ahead = True  # False: while a result is held back plans stay in the ring
         self.num_plans_ready = 0  # when a result was held back last: plans for the steps behind it
         self.got_shutdown = False
         self.refused = ""
@@ -96,8 +98,11 @@ class FakeWorker(threading.Thread):
                         continue
                     result = simulated.execute(decode_plan(data))
                     while not self.go_on.wait(0.01):
-                        ready += plans.drain()
+                        if self.reads_ahead:
+                            ready += plans.drain()
                         self.num_plans_ready = len(ready)
+                        if self.leave.is_set():
+                            return
                         if socket.poll(0):
                             break
                     results.send(encode_result(result), 5.0)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,6 @@ CONFIG = ServerConfig(
     max_batched_tokens=LIMITS.max_batched_tokens,
     drain_grace_seconds=20.0,
 )
-PROGRAM = ("-m", "scheduler_svc.scheduler.process")
 # The wall clock of the process stands an hour ahead once the file `jumped` is there.
 PROGRAM_WITH_A_JUMP = """
 import sys, time
@@ -63,6 +62,14 @@ wall, flag = time.time, Path(sys.argv[sys.argv.index("--runtime-dir") + 1], "jum
 time.time = lambda: wall() + (3600 if flag.exists() else 0)
 from scheduler_svc.scheduler.process import main
 sys.exit(main())
+"""
+
+
+SMALL_RING = """
+import sys
+from scheduler_svc.scheduler import process, worker_group
+worker_group._RING_BYTES = 4096
+sys.exit(process.main(sys.argv[1:]))
 """
 
 
@@ -83,11 +90,12 @@ class Service:
         self._events: list[Any] = []
 
     def start(
-        self, config: ServerConfig = CONFIG, program: Sequence[str] = PROGRAM, **popen_options: Any
+        self, config: ServerConfig = CONFIG, code: str = "", **popen_options: Any
     ) -> subprocess.Popen[str]:
+        """Starts the scheduler; `code` stands for its module's entry point."""
         path = self.directory / "config.json"
         path.write_bytes(msgspec.json.encode(config))
-        command = [sys.executable, *program]
+        command = [sys.executable, *(["-c", code] if code else ["-m", "scheduler_svc.scheduler.process"])]
         command += ["--config-json", str(path), "--runtime-dir", str(self.directory)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen_options
@@ -95,8 +103,8 @@ class Service:
         self.socket.connect(f"ipc://{self.directory}/scheduler.sock")
         return self.process
 
-    def serve(self, config: ServerConfig = CONFIG, program: Sequence[str] = PROGRAM) -> ServiceStatus:
-        self.start(config, program)
+    def serve(self, config: ServerConfig = CONFIG, code: str = "") -> ServiceStatus:
+        self.start(config, code)
         self.send(FrontendHello())
         status = self.receive(ServiceStatus)
         assert (status.state, status.model) == ("starting", None)
@@ -222,7 +230,7 @@ def test_serves_answers_queries_and_drains(service: Service) -> None:
 
 
 def test_a_jump_of_the_wall_clock_expires_nothing(service: Service) -> None:
-    service.serve(program=("-c", PROGRAM_WITH_A_JUMP))
+    service.serve(code=PROGRAM_WITH_A_JUMP)
     service.worker.hold()
     submit = make_submit("r", prompt_of(5), max_tokens=30, deadline=time.time() + 600)
     service.send(submit)
@@ -321,6 +329,34 @@ def test_a_second_sigterm_ends_at_once_but_sigint_before_it_does_not_count(servi
     assert service.wait()[0] == 0
 
 
+def test_a_worker_that_ends_during_the_drain_is_part_of_the_shutdown(service: Service) -> None:
+    """A second signal to the launcher reaches the worker while the scheduler still drains."""
+    service.serve()
+    service.worker.hold()
+    service.send(make_submit("live", prompt_of(5), max_tokens=30))
+    service.send(LoadQuery(0))
+    service.receive(LoadReply)
+    service.process.send_signal(signal.SIGTERM)
+    assert service.receive(ServiceStatus).state == "draining"
+    service.worker.leave.set()
+    rejected = service.receive(Rejected)
+    assert (rejected.request_id, rejected.reason) == ("live", ErrorReason.NOT_SERVING)
+    assert service.wait()[0] == 0
+
+
+def test_a_worker_that_ends_before_is_lost(service: Service) -> None:
+    service.serve()
+    service.worker.hold()
+    service.send(make_submit("live", prompt_of(5), max_tokens=30))
+    service.send(LoadQuery(0))
+    service.receive(LoadReply)
+    service.worker.leave.set()
+    rejected = service.receive(Rejected)
+    assert (rejected.request_id, rejected.reason) == ("live", ErrorReason.WORKER_LOST)
+    assert service.receive(ServiceStatus).state == "failed"
+    assert service.wait()[0] == 1
+
+
 def test_a_failing_worker_ends_requests_and_process(service: Service) -> None:
     service.serve()
     service.worker.failure = "rank 0: out of memory"
@@ -332,6 +368,42 @@ def test_a_failing_worker_ends_requests_and_process(service: Service) -> None:
     assert status.state == "failed"
     assert "out of memory" in status.detail
     assert service.wait()[0] == 1
+
+
+def test_a_worker_whose_step_never_ends_is_lost_though_it_beats(service: Service) -> None:
+    service.serve(replace(CONFIG, step_timeout_seconds=1.5))
+    service.worker.hold()
+    service.send(make_submit("live", prompt_of(5), max_tokens=30))
+    rejected = service.receive(Rejected)
+    assert rejected.reason is ErrorReason.WORKER_LOST
+    assert "worker 0: step 1 has no result after" in rejected.message
+    assert "(step_timeout_seconds: 1.5)" in rejected.message
+    assert service.receive(ServiceStatus).state == "failed"
+    assert service.wait()[0] == 1
+
+
+def test_a_plan_larger_than_the_ring_waits_for_a_long_step_and_holds_up_nothing(service: Service) -> None:
+    limits = make_limits(max_context_tokens=4096, num_pages=2048, max_batched_tokens=4096)
+    service.worker = FakeWorker(service.directory, limits, service.context)
+    service.worker.reads_ahead = False
+    config = replace(CONFIG, num_pages=limits.num_pages, max_batched_tokens=limits.max_batched_tokens)
+    service.serve(config, SMALL_RING)
+    service.worker.hold()
+    service.send(make_submit("first", prompt_of(5), max_tokens=1))  # nothing to plan ahead for it
+    service.send(LoadQuery(0))
+    service.receive(LoadReply)  # its step has gone out
+    submit = make_submit("large", prompt_of(3000), max_tokens=20)  # 12,000 bytes of tokens
+    service.send(submit)
+    for call_id in range(1, 13):  # for 6 seconds
+        service.send(LoadQuery(call_id))
+        service.receive(LoadReply, timeout=0.5)
+        time.sleep(0.5)
+    service.worker.go_on.set()
+    tokens: dict[str, list[int]] = {"first": [], "large": []}
+    while len(tokens["large"]) < 20:
+        for event in service.receive(TokenEvents).events:
+            tokens[event.request_id] += event.token_ids
+    assert tokens["large"] == model_text(submit.token_ids, 1, 20)
 
 
 def test_an_idle_service_sleeps(service: Service) -> None:

@@ -114,8 +114,47 @@ def test_ranks_must_agree_on_the_world_and_come_once_it_is_not_complete(ranks: R
 
 def test_a_rank_that_gives_up_is_a_lost_worker(ranks: Ranks) -> None:
     socket = ranks.connect()
+    ranks.say(socket, make_hello(LIMITS))
     with pytest.raises(WorkerLostError, match="worker 0: no memory"):
         ranks.say(socket, control.WorkerFailed(0, "no memory"))
+
+
+def test_strangers_speak_for_no_rank(ranks: Ranks) -> None:
+    """A worker that outlived its scheduler connects to the next one; one too many is refused and gives up."""
+    orphan, socket = ranks.connect(), ranks.connect()
+    ranks.say(orphan, control.WorkerFailed(0, "an old step"))
+    ranks.say(socket, make_hello(LIMITS))
+    ranks.say(orphan, control.WorkerAttached(0))
+    assert not ranks.group.is_ready
+    ranks.say(socket, control.WorkerAttached(0))
+    ranks.say(orphan, control.WorkerFailed(0, "an old step"))
+    assert ranks.group.is_ready
+
+
+def test_a_closed_connection_is_a_lost_worker_whoever_else_is_connected(ranks: Ranks) -> None:
+    orphan, socket = ranks.connect(), ranks.connect()
+    ranks.say(orphan, control.WorkerAttached(0))
+    ranks.say(socket, make_hello(LIMITS))
+    ranks.say(socket, control.WorkerAttached(0))
+    ranks.group.check_connections()
+    socket.close()
+    assert ranks.group.connection_socket.poll(5000)
+    with pytest.raises(WorkerLostError, match="worker 0: its process has ended"):
+        ranks.group.check_connections()
+
+
+def test_a_rank_that_ends_before_the_group_is_complete_is_awaited_again(ranks: Ranks) -> None:
+    first, second, again = ranks.connect(), ranks.connect(), ranks.connect()
+    ranks.say(first, make_hello(LIMITS, rank=0, world_size=2))
+    ranks.group.check_connections()
+    first.close()
+    assert ranks.group.connection_socket.poll(5000)
+    ranks.group.check_connections()
+    ranks.say(second, make_hello(LIMITS, rank=1, world_size=2))
+    assert not second.poll(50)
+    ranks.say(again, make_hello(LIMITS, rank=0, world_size=2))
+    assert isinstance(ranks.hear(again), control.Welcome)
+    ranks.group.check_connections()
 
 
 def test_silence_is_noticed_on_the_second_look(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
