@@ -86,7 +86,7 @@ class _Runs:
             def cut(*arguments: Any, load: Any = load) -> Any:
                 batch = load(*arguments)
                 if dist.get_rank() == 1:
-                    batch.room.clamp_(max=2)
+                    batch.room.clip(max=2, out=batch.room)
                 return batch
 
             run._dataset.load = cut  # type: ignore[method-assign]
