@@ -50,6 +50,10 @@ def measure(
     max_depth: Annotated[int, typer.Option(min=1, help="Levels of a tree.")] = 5,
     concurrency: Annotated[str, typer.Option(metavar="N,...")] = "1,4,16",
     temperatures: Annotated[str, typer.Option(metavar="T,...")] = "0,1",
+    acceptance_rule: Annotated[
+        str | None,
+        typer.Option(help="coupled, rejection or block; greedy requests have none. Unset: the service's."),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     limit: Annotated[
         int | None, typer.Option(min=1, help="At most this many prompts, spread over the file.")
@@ -79,6 +83,7 @@ def measure(
                     max_tokens=max_tokens,
                     limit=limit,
                     temperature=temperature,
+                    acceptance_rule=acceptance_rule,
                     rounds=rounds,
                 )
                 result = asyncio.run(run_bench(settings, Lines(shape_text)))
