@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpu_worker.training.passages import Passage
+from gpu_worker.training.passages import Passage, names_in
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _summed_up(passage: Passage, rng: random.Random) -> AnsweredTurn | None:
 
 
 def _quoted(passage: Passage, rng: random.Random) -> AnsweredTurn | None:
-    found = _phrases(passage.text)
+    found = names_in(passage.text)
     if not found:
         return None
     phrase = rng.choice(found)
@@ -92,7 +92,7 @@ def _quoted(passage: Passage, rng: random.Random) -> AnsweredTurn | None:
 
 
 def _named(passage: Passage, rng: random.Random) -> AnsweredTurn | None:
-    found = list(dict.fromkeys(_phrases(passage.text)))
+    found = list(dict.fromkeys(names_in(passage.text)))
     if len(found) < 3:
         return None
     mark: Callable[[int], str] = rng.choice((lambda i: f"{i}. ", lambda _: "- ", lambda _: "* "))
@@ -125,8 +125,3 @@ def _sentences(text: str) -> list[str]:
     return [
         s.strip() for s in re.split(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])", " ".join(text.split())) if s.strip()
     ]
-
-
-def _phrases(text: str) -> list[str]:
-    """Names: runs of capitalised words that do not begin a sentence."""
-    return re.findall(r"(?<=[a-z,] )[A-Z]\w+(?: [A-Z]\w+)*", text)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from gpu_worker.training.document_answers import AnsweredTurn, answered_turn
-from gpu_worker.training.passages import Passage
+from gpu_worker.training.passages import Passage, names_in
 
 _MAX_PASSAGES_AT_ONCE = 3
 _MOST_DRAWS = 8  # until a passage suits the task that is drawn for it
@@ -78,6 +78,5 @@ class DocumentPrompts:
 
 def _phrase(passage: Passage, rng: random.Random) -> str:
     """A name in the passage, or else any longer word of it."""
-    words = re.findall(r"(?<=[a-z,] )[A-Z]\w+(?: [A-Z]\w+)*", passage.text)
-    words = words or re.findall(r"\w{6,}", passage.text) or [passage.text[:20]]
+    words = names_in(passage.text) or re.findall(r"\w{6,}", passage.text) or [passage.text[:20]]
     return str(rng.choice(words))

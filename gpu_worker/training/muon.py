@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from gpu_worker.layers.linear import ACTIVATION_DTYPES
@@ -25,6 +26,11 @@ class Muon(torch.optim.Muon):
     orthogonalised, which every process does for every matrix, as replicas do.
     """
 
+    def __init__(self, parameters: list[nn.Parameter], **options: Any) -> None:
+        """parameters: at least one, all matrices on one device; options as torch's Muon has them."""
+        super().__init__(parameters, **options)
+        self._dtype = ACTIVATION_DTYPES[resolve_dtype("auto", parameters[0].device)]
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update; closure is not called."""
@@ -41,9 +47,8 @@ class Muon(torch.optim.Muon):
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - weight)
         mixed = gradient.lerp(momentum, weight) if group["nesterov"] else momentum
         whole = mixed.full_tensor() if isinstance(mixed, DTensor) else mixed
-        dtype = ACTIVATION_DTYPES[resolve_dtype("auto", whole.device)]
         update = orthogonalised(
-            whole.to(dtype), group["ns_coefficients"], group["ns_steps"], group["eps"]
+            whole.to(self._dtype), group["ns_coefficients"], group["ns_steps"], group["eps"]
         ).float()
         rate = group["lr"] * _SHARE_OF_ADAMW * math.sqrt(max(whole.shape))
         parameter.mul_(1 - group["lr"] * group["weight_decay"])

@@ -50,6 +50,11 @@ def read_passages(directory: Path, max_chars: int = MAX_PASSAGE_CHARS) -> list[P
     return list(passages)
 
 
+def names_in(text: str) -> list[str]:
+    """Runs of capitalised words that do not begin a sentence, in order."""
+    return re.findall(r"(?<=[a-z,] )[A-Z]\w+(?: [A-Z]\w+)*", text)
+
+
 def _of_file(path: Path, suffix: str, max_chars: int) -> Iterator[Passage]:
     try:
         if not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
