@@ -122,7 +122,7 @@ def build_drafters(
                 sampler,
                 table,
                 config.max_draft_depth,
-                config.min_draft_probability,
+                _least_value(config),
                 tree=tree,
             )
         else:
@@ -171,12 +171,19 @@ def _draft_model_drafter(
 
 def _tree_shape(config: WorkerConfig, hit_rates: tuple[tuple[float, ...], ...] = ()) -> TreeShape:
     """hit_rates: as measured for the head, if they were (HeadConfig.hit_rates)."""
-    depth, least = config.max_draft_depth, config.min_draft_probability
+    depth, shape = config.max_draft_depth, CHAINS
     if config.draft_shape == "fixed-tree":
         rates = hit_rates or assumed_hit_rates(depth)
-        return TreeShape(depth, fixed=build_product_tree(rates[:depth], MAX_NODES, least))
-    shape = TreeShape(depth) if config.draft_shape == "tree" else CHAINS
-    return replace(shape, least_value=math.log(least) if least > 0 else -math.inf)
+        shape = TreeShape(depth, fixed=build_product_tree(rates[:depth], MAX_NODES))
+    elif config.draft_shape == "tree":
+        shape = TreeShape(depth)
+    return replace(shape, least_value=_least_value(config))
+
+
+def _least_value(config: WorkerConfig) -> float:
+    """Log-probability of a path below which a draft is not worth a row."""
+    least = config.min_draft_probability
+    return math.log(least) if least > 0 else -math.inf
 
 
 def head_drafter_class(

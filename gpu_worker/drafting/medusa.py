@@ -1,13 +1,16 @@
 """Medusa: every head's best candidates at once, as a chain or a sparse tree of their products.
 
 Source: Cai et al., arXiv 2401.10774, sections 2.1.1 and 2.3.3. With known tokens t_0 .. t_{n-1}, of which the target
-drew the last from H_{n-2}, head k predicts t_{n+k} from that same hidden state. Nothing but it is carried.
+drew the last from H_{n-2}, head k predicts t_{n+k} from that same hidden state. Nothing but it is carried. Which paths
+are considered at all follows from measured hit rates; which of them are verified in a step, from the heads' own
+probabilities in that step (as EAGLE-2 ranks its nodes: arXiv 2406.16858, section 4.2).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ import torch
 from gpu_worker.draft_tree import DraftTree, tree_of
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
+from gpu_worker.drafting.tree_growth import confidences
 from gpu_worker.drafting.tree_shape import MAX_NODES, ProductTree, assumed_hit_rates, build_product_tree
 from gpu_worker.models.heads.medusa import MedusaHeads
 from gpu_worker.request_state import RequestTable
@@ -26,7 +30,7 @@ Candidates = list[tuple[int, float]]  # (id, log-probability), best first; -inf:
 
 
 class MedusaDrafter:
-    """The shape of a tree is settled when the heads are loaded; a budget takes its first nodes, which are its best."""
+    """The paths to consider are settled when the heads are loaded; each step verifies the best of them."""
 
     method = SpeculationMethod.MEDUSA
     keeps_state = True
@@ -38,13 +42,13 @@ class MedusaDrafter:
         sampler: Sampler,
         table: RequestTable,
         max_depth: int,
-        least_probability: float = 0.0,
+        least_value: float = -math.inf,
         *,
         tree: bool,
     ) -> None:
         """max_depth bounds the levels; without `tree` each has one candidate.
 
-        least_probability: of a path being right, as the hit rates have it, from which on it is worth a row.
+        least_value: log-probability of a path below which it is not worth a row of verification.
         """
         config = heads.config
         self._heads = heads
@@ -55,9 +59,8 @@ class MedusaDrafter:
         self._shared_output = all(output is heads.outputs[0] for output in heads.outputs)
         depth = min(max_depth, config.num_medusa_heads)
         rates = config.hit_rates or assumed_hit_rates(config.num_medusa_heads)
-        self._shape = build_product_tree(
-            [r if tree else r[:1] for r in rates[:depth]], MAX_NODES, least_probability
-        )
+        self._shape = build_product_tree([r if tree else r[:1] for r in rates[:depth]], MAX_NODES)
+        self._least_value = least_value
         self._hidden = torch.zeros(
             table.num_slots, config.hidden_size, dtype=heads.dtype, device=heads.device
         )
@@ -89,26 +92,24 @@ class MedusaDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> DraftTree:
         """See Drafter.propose."""
         slots = [request.slot for request in requests]
-        shapes = [
-            self._shape.best(request.num_draft_tokens if self._ready[request.slot] else 0)
-            for request in requests
+        budgets = [request.num_draft_tokens if self._ready[request.slot] else 0 for request in requests]
+        # No node of the best tree of n lies deeper than n.
+        shape = self._shape.best(MAX_NODES, max(budgets, default=0))
+        candidates = self._candidates(slots, shape.widths)
+        drafted = [
+            _best_nodes(shape, [of_depth[r] for of_depth in candidates], budget, self._least_value)
+            for r, budget in enumerate(budgets)
         ]
-        candidates = self._candidates(slots, shapes)
-        tokens: list[list[int]] = []
-        parents: list[list[int]] = []
-        for r, shape in enumerate(shapes):
-            drafted, above = _nodes(shape, [of_depth[r] for of_depth in candidates])
-            tokens.append(drafted)
-            parents.append(above)
-        roots = self._table.last_tokens(np.array(slots, dtype=np.int64)).tolist()
-        return tree_of(roots, tokens, parents, self._table.device)
+        return tree_of(
+            self._table.last_tokens(np.array(slots, dtype=np.int64)).tolist(),
+            [nodes.tokens for nodes in drafted],
+            [nodes.parents for nodes in drafted],
+            self._table.device,
+            [confidences(nodes.parents, nodes.values) for nodes in drafted],
+        )
 
-    def _candidates(self, slots: list[int], shapes: list[ProductTree]) -> list[list[Candidates]]:
-        """By depth and request: the candidates of that depth, as many as any tree has room for."""
-        widths = [0] * max((len(shape.widths) for shape in shapes), default=0)
-        for shape in shapes:
-            for depth, width in enumerate(shape.widths):
-                widths[depth] = max(widths[depth], width)
+    def _candidates(self, slots: list[int], widths: tuple[int, ...]) -> list[list[Candidates]]:
+        """By depth and request: the candidates of that depth, as many as `widths` says."""
         if not widths:
             return []
         index = torch.tensor(slots, device=self._hidden.device)
@@ -137,18 +138,31 @@ class MedusaDrafter:
         return [list(zip(*row, strict=True)) for row in zip(*found, strict=True)]
 
 
-def _nodes(shape: ProductTree, candidates: list[Candidates]) -> tuple[list[int], list[int]]:
-    """Tokens and parents of a request's nodes; candidates[d]: those of depth d + 1.
+class _Nodes(NamedTuple):
+    """What a request's tree has behind its root, parents first."""
 
-    What cannot be drawn (it was truncated away) gets no node, and neither does what hangs below it.
+    tokens: list[int]
+    parents: list[int]  # -1: the root
+    values: list[float]  # log-probability of the path
+
+
+def _best_nodes(shape: ProductTree, candidates: list[Candidates], budget: int, least_value: float) -> _Nodes:
+    """The best `budget` nodes of the shape; candidates[d]: those of depth d + 1.
+
+    What cannot be drawn (it was truncated away) or is worth too little gets no node, and neither does what hangs below
+    it. A node is worth no more than its parent, so the best of all form a tree.
     """
-    tokens: list[int] = []
-    parents: list[int] = []
-    places = {-1: -1}  # of the shape's nodes that are kept
-    for node, (rank, parent, depth) in enumerate(zip(shape.ranks, shape.parents, shape.depths, strict=True)):
-        token, value = candidates[depth - 1][rank]
-        if value > -math.inf and parent in places:
-            places[node] = len(tokens)
-            tokens.append(token)
-            parents.append(places[parent])
-    return tokens, parents
+    values: list[float] = []
+    for rank, parent, depth in zip(shape.ranks, shape.parents, shape.depths, strict=True):
+        values.append(min(0.0, candidates[depth - 1][rank][1]) + (values[parent] if parent >= 0 else 0.0))
+    worth = [node for node, value in enumerate(values) if value > -math.inf and value >= least_value]
+    worth.sort(
+        key=lambda node: -values[node]
+    )  # stable: of equal ones parents, and what hit more often, come first
+    kept = sorted(worth[:budget])
+    place = {node: i for i, node in enumerate(kept)} | {-1: -1}
+    return _Nodes(
+        [candidates[shape.depths[node] - 1][shape.ranks[node]][0] for node in kept],
+        [place[shape.parents[node]] for node in kept],
+        [values[node] for node in kept],
+    )

@@ -68,16 +68,13 @@ class ProductTree:
         )
 
 
-def build_product_tree(
-    hit_rates: Sequence[Sequence[float]], num_nodes: int, least_probability: float = 0.0
-) -> ProductTree:
+def build_product_tree(hit_rates: Sequence[Sequence[float]], num_nodes: int) -> ProductTree:
     """The tree of at most num_nodes nodes behind the root with the most accepted tokens expected.
 
     hit_rates[d][r]: how often the candidate of rank r at depth d + 1 is the token that comes, given that its parent was
     right; at most 1 in sum per depth. A node is worth the product along its path, which never grows downwards: taking
-    the best reachable node again and again therefore gives the optimal tree of every size. Candidates that never hit,
-    or paths less probable than least_probability, get no node, so the tree may be smaller. Raises ValueError naming
-    depth, rank and value of a rate that is none.
+    the best reachable node again and again therefore gives the optimal tree of every size. Candidates that never hit
+    get no node, so the tree may be smaller. Raises ValueError naming depth, rank and value of a rate that is none.
     """
     orders = [_ranks_by_rate(rates, depth) for depth, rates in enumerate(hit_rates, start=1)]
     ranks: list[int] = []
@@ -91,7 +88,7 @@ def build_product_tree(
     def reach(parent: int, parent_value: float, depth: int, place: int) -> None:
         if depth <= len(orders) and place < len(orders[depth - 1]):
             rate = hit_rates[depth - 1][orders[depth - 1][place]]
-            if rate > 0 and parent_value * rate >= least_probability:
+            if rate > 0:
                 entry = (-parent_value * rate, depth, next(ties), parent_value, parent, place)
                 heapq.heappush(heap, entry)
 

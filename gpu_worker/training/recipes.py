@@ -58,11 +58,11 @@ def recipe(
 ) -> Recipe:
     """choices: of a head; None for a draft model of num_layers layers.
 
-    start: the head to go on from, whose form counts and not the choices.
+    start: the head to go on from, whose form counts and not the choices; num_layers may add to it. 0: the usual.
     """
     if choices is None:
-        model = new_draft_model(target, num_layers)
-        facts = {"kind": kind, "layers": num_layers, "objective": asdict(objective)}
+        model = new_draft_model(target, num_layers or 1)
+        facts = {"kind": kind, "layers": num_layers or 1, "objective": asdict(objective)}
 
         def write_model(directory: Path, measures: Measures, _: HitRates, told: dict[str, Any]) -> int:
             return export_draft_model(
@@ -73,7 +73,7 @@ def recipe(
     if start is None:
         config = head_config(choices, target, dataset.meta.feature_layers)
     else:
-        config = start.training_config(len(draft_ids))
+        config = start.training_config(len(draft_ids), num_layers)
     head = new_head(config, target, draft_ids, seed)
     if isinstance(head, DecoderHead) and config.feature_layers:
         head.set_feature_sizes(dataset.feature_sizes())

@@ -9,7 +9,7 @@ import torch
 
 from gpu_worker.config import LayerIdsName
 from gpu_worker.models.config import ModelConfig
-from gpu_worker.models.heads.config import HeadConfig
+from gpu_worker.models.heads.config import HeadConfig, HeadKind
 from gpu_worker.models.heads.tensors import DRAFT_IDS
 from gpu_worker.training.batches import DraftVocabulary
 from gpu_worker.training.errors import TrainingError
@@ -54,10 +54,20 @@ class StartingHead:
             )
         return cls(config, checkpoint.tensors)
 
-    def training_config(self, draft_vocab_size: int) -> HeadConfig:
-        """The head's own form, with that many draft ids, nothing measured yet, and slot 0 as training has it."""
+    def training_config(self, draft_vocab_size: int, num_layers: int = 0) -> HeadConfig:
+        """The head's own form, with that many draft ids, nothing measured yet, and slot 0 as training has it.
+
+        num_layers: 0 or the head's own, or more. Raises TrainingError for fewer.
+        """
+        own = self.config.num_layers
+        if num_layers not in (0, own) and (num_layers < own or self.config.kind is HeadKind.MEDUSA):
+            raise TrainingError(f"layers: {num_layers}, the head to start from has {own}")
         return dataclasses.replace(
-            self.config, draft_vocab_size=draft_vocab_size, hit_rates=(), attends_first_slot=True
+            self.config,
+            num_layers=num_layers or own,
+            draft_vocab_size=draft_vocab_size,
+            hit_rates=(),
+            attends_first_slot=True,
         )
 
     @property
@@ -74,10 +84,17 @@ class StartingHead:
     def copy_into(
         self, head: DecoderHead | MedusaHeads, draft_ids: torch.Tensor, target: FrozenTarget
     ) -> None:
-        """Gives `head`, of training_config's form, these weights; output rows of ids that are new are the target's."""
+        """Gives `head`, of training_config's form, these weights; output rows of ids that are new are the target's.
+
+        Layers that this head lacks keep their random weights but add nothing to the residual stream yet.
+        """
         tensors = {name: tensor.float() for name, tensor in self.tensors.items() if name != DRAFT_IDS}
         for name in [name for name in tensors if name.endswith("lm_head.weight")]:
             rows = target.lm_head[: self.config.vocab_size].clone()
             rows[self.ids] = tensors[name]
             tensors[name] = rows[draft_ids]
+        for name, tensor in head.tensors().items():
+            if name not in tensors:
+                adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+                tensors[name] = torch.zeros_like(tensor) if adds else tensor
         head.load_tensors(tensors)

@@ -49,7 +49,9 @@ def fit(
     unroll: Annotated[
         int, typer.Option(min=0, help="Draft steps (Medusa: heads) in training; 0: the kind's.")
     ] = 0,
-    layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 1,
+    layers: Annotated[
+        int, typer.Option(min=0, help="Decoder layers; 0: one, or those of the head that it starts from.")
+    ] = 0,
     draft_vocab: Annotated[int, typer.Option(min=0, help="Ids that the head may draft; 0: all.")] = 8192,
     own_lm_head: Annotated[
         bool, typer.Option(help="Train output rows too, starting from the target's.")
@@ -77,7 +79,8 @@ def fit(
     start_from: Annotated[
         str,
         typer.Option(
-            help="A head of this kind to go on from, in its own form (layers, norms); a checkpoint goes before it."
+            help="A head of this kind to go on from, in its own form (norms; layers may be added)."
+            " A checkpoint goes before it."
         ),
     ] = "",
     eagle3_layer_ids: LayerIds = "inputs",
@@ -90,7 +93,7 @@ def fit(
     if kind != DRAFT_MODEL:
         choices = HeadChoices(
             HeadKind(kind),
-            num_layers=layers,
+            num_layers=layers or 1,
             draft_vocab_size=draft_vocab,
             full_norms=_one_of("norms", norms, ["full", "original"]) == "full",
             own_lm_head=own_lm_head,

@@ -1,7 +1,9 @@
-"""Medusa's nodes: what a request has truncated away is neither drafted nor verified."""
+"""Medusa's nodes: the best of all paths, without what is truncated away or worth too little."""
 
 from __future__ import annotations
 
+import math
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_worker.draft_tree import DraftTree
 from gpu_worker.drafting.base import DraftRequest
 from gpu_worker.drafting.medusa import MedusaDrafter
 from gpu_worker.layers.linear import Linear
@@ -23,6 +26,14 @@ _VOCABULARY, _HIDDEN, _HEADS, _BUDGET = 100, 8, 3, 20
 
 def _proposed(*, shared: bool, tree: bool = True, **sampling: Any) -> tuple[list[int], list[int], list[int]]:
     """(tokens, parents, depths) of what three heads, the same output behind each, propose with `sampling`."""
+    proposed, _ = _proposal(shared=shared, tree=tree, **sampling)
+    return proposed.tokens.tolist(), proposed.parents.tolist(), proposed.depths.tolist()
+
+
+def _proposal(
+    *, shared: bool, tree: bool, budget: int = _BUDGET, least_value: float = -math.inf, **sampling: Any
+) -> tuple[DraftTree, torch.Tensor]:
+    """What is proposed, and the log-probabilities [heads, V] of the heads behind it."""
     torch.manual_seed(0)
     weights = torch.randn(_VOCABULARY, _HIDDEN) * 3
     outputs = [TorchOutputHead(Linear(weights)) for _ in range(1 if shared else _HEADS)]
@@ -37,15 +48,15 @@ def _proposed(*, shared: bool, tree: bool = True, **sampling: Any) -> tuple[list
         forward=lambda normed: normed[:, None] * scales,
     )
     table, sampler = RequestTable(2, 64, 16, cpu), Sampler(2, _VOCABULARY, "cpu")
-    drafter = MedusaDrafter(heads, sampler, table, _HEADS, tree=tree)
+    drafter = MedusaDrafter(heads, sampler, table, _HEADS, least_value, tree=tree)
     record = SamplingRecord(seed=3, **sampling)
     admission = Admission(0, 1, np.array([1, 2, 3], dtype=np.int32), 3, 0, 0, record, 0)
     table.admit(admission)
     sampler.admit(0, record, admission.token_ids, 3)
     drafter.admit(admission)
-    drafter._hidden[0], drafter._ready[0] = torch.randn(_HIDDEN), True
-    proposed = drafter.propose([DraftRequest(0, _BUDGET)])
-    return proposed.tokens.tolist(), proposed.parents.tolist(), proposed.depths.tolist()
+    drafter._hidden[0], drafter._ready[0] = torch.randn(_HIDDEN) / 3, True
+    proposed = drafter.propose([DraftRequest(0, budget)])
+    return proposed, torch.log_softmax(heads.forward(drafter._hidden[:1])[0] @ weights.T, dim=-1)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -78,3 +89,32 @@ def test_one_pass_over_shared_rows_gives_what_a_pass_for_each_head_does(
     assert all(
         parent < node and depths[parent] == depths[node] - 1 for node, parent in enumerate(parents) if node
     )
+
+
+def _paths(tree: DraftTree) -> set[tuple[int, ...]]:
+    """Tokens from behind the root down to each node."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in list(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True))[1:]:
+        paths.append((*paths[parent], token))
+    return set(paths[1:])
+
+
+@pytest.mark.parametrize("budget", [1, 3, 6])
+@pytest.mark.parametrize("least", [0.0, 0.05, 0.2, 0.9])
+def test_a_step_verifies_the_paths_that_its_heads_are_surest_of(budget: int, least: float) -> None:
+    least_value = math.log(least) if least else -math.inf
+    tree, log_probs = _proposal(shared=True, tree=True, budget=budget, least_value=least_value)
+    worth: dict[tuple[int, ...], float] = {}
+    best = log_probs.topk(4).indices.tolist()
+    for depth in range(1, _HEADS + 1):
+        for path in product(*best[:depth]):
+            worth[path] = math.fsum(float(log_probs[k, token]) for k, token in enumerate(path))
+    ordered = sorted((path for path in worth if worth[path] >= least_value), key=lambda path: -worth[path])
+    assert _paths(tree) == set(ordered[:budget])
+    sure = tree.confidences
+    assert sure is not None
+    for node, parent in list(enumerate(tree.parents.tolist()))[1:]:
+        depth = int(tree.depths[parent])
+        assert sure[node] == pytest.approx(
+            math.exp(float(log_probs[depth, int(tree.tokens[node])])), rel=1e-4
+        )

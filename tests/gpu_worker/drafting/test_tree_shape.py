@@ -104,8 +104,3 @@ def test_expected_length_is_what_a_walk_accepts() -> None:
     for ranks in np.stack(columns, axis=1).tolist():
         accepted += next((d for d in range(3) if tuple(ranks[: d + 1]) not in paths), 3)
     assert accepted / 8000 == pytest.approx(tree.expected_accepted, abs=0.04)
-
-
-def test_paths_that_are_too_improbable_get_no_node() -> None:
-    assert build_product_tree([[0.5, 0.2], [0.5, 0.1]], 9, 0.2).paths() == [(0,), (0, 0), (1,)]
-    assert build_product_tree([[0.5, 0.2], [0.5, 0.1]], 9, 0.6).num_nodes == 0

@@ -86,6 +86,42 @@ def test_it_starts_as_the_head_that_it_goes_on_from(
             assert torch.equal(tensor[at[value]], frozen.lm_head[value])
 
 
+@pytest.mark.parametrize("kind", [HeadKind.EAGLE3, HeadKind.MTP, HeadKind.EAGLE])
+def test_added_layers_change_nothing_at_first_and_learn(
+    kind: HeadKind, frozen: FrozenTarget, features_dir: Path, tmp_path: Path
+) -> None:
+    dataset = _dataset(kind, features_dir)
+    module, vocabulary = draft_objective(kind, frozen, vocabulary=_FEW)
+    export_head(tmp_path, module.head, module.head.config, vocabulary.ids, "", torch.float32)
+    start = StartingHead.load(str(tmp_path), kind.value, frozen.config, (0, 1))
+    config = start.training_config(_FEW, 2)
+    assert config.num_layers == 2
+    head = new_head(config, frozen, vocabulary.ids, seed=9)
+    start.copy_into(head, vocabulary.ids, frozen)
+    expected = _sums(module.head, dataset, vocabulary.ids, frozen)
+    torch.testing.assert_close(_sums(head, dataset, vocabulary.ids, frozen), expected, rtol=1e-4, atol=1e-4)
+
+    objective = default_objective(kind.value, unroll=2)
+    trained = DraftObjective(
+        head, frozen.embedding, frozen.lm_head, vocabulary, objective, torch.float32
+    ).train()
+    trained(dataset.load(dataset.training[:4], vocabulary, torch.float32), 2).loss.backward()
+    gradients = {name: p.grad for name, p in head.named_parameters() if name.startswith("layers.1.")}
+    for name in ("layers.1.self_attn.o_proj.weight", "layers.1.mlp.down_proj.weight"):
+        gradient = gradients[name]
+        assert gradient is not None, name
+        assert gradient.abs().max() > 0, name
+
+
+def test_layers_are_never_taken_away(frozen: FrozenTarget, tmp_path: Path) -> None:
+    module, vocabulary = draft_objective(HeadKind.MTP, frozen, num_layers=2)
+    export_head(tmp_path, module.head, module.head.config, vocabulary.ids, "", torch.float32)
+    start = StartingHead.load(str(tmp_path), "mtp", frozen.config, (0, 1))
+    assert start.training_config(_FEW).num_layers == 2
+    with pytest.raises(TrainingError, match="layers: 1, the head to start from has 2"):
+        start.training_config(_FEW, 1)
+
+
 def test_a_head_that_does_not_fit_is_refused(frozen: FrozenTarget, tmp_path: Path) -> None:
     module, vocabulary = draft_objective(HeadKind.EAGLE3, frozen)
     head = module.head
