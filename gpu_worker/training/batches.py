@@ -85,11 +85,17 @@ class DraftVocabulary:
         return cls(ids, columns)
 
     @classmethod
-    def most_frequent(cls, counts: torch.Tensor, size: int) -> DraftVocabulary:
+    def most_frequent(
+        cls, counts: torch.Tensor, size: int, kept: torch.Tensor | None = None
+    ) -> DraftVocabulary:
         """The `size` likeliest ids by counts [vocab_size]; all of them if size is the vocabulary's.
 
         Of equally frequent ids the lower ones: a tokenizer that learned by merging numbered the more frequent first.
+        kept [V] int64: ids that are among them in any case, all of them however small `size` is.
         """
+        if kept is not None:
+            counts, size = counts.clone(), max(size, len(kept))
+            counts[kept] = counts.sum() + 1  # ahead of all others
         ids = counts.argsort(descending=True, stable=True)[:size].sort().values
         return cls.of(ids, len(counts))
 

@@ -20,6 +20,7 @@ from gpu_worker.training.modules.draft_model import DraftModel
 from gpu_worker.training.modules.medusa import MedusaHeads
 from gpu_worker.training.new_head import HeadChoices, head_config, new_head
 from gpu_worker.training.objective import Objective
+from gpu_worker.training.starting_draft_model import StartingDraftModel
 from gpu_worker.training.starting_head import StartingHead
 from gpu_worker.training.training_log import Measures
 
@@ -54,15 +55,16 @@ def recipe(
     draft_ids: torch.Tensor,
     objective: Objective,
     seed: int,
-    start: StartingHead | None = None,
+    start: StartingHead | StartingDraftModel | None = None,
 ) -> Recipe:
-    """choices: of a head; None for a draft model of num_layers layers.
+    """choices: of a head; None for a draft model of num_layers layers (0: one).
 
-    start: the head to go on from, whose form counts and not the choices; num_layers may add to it. 0: the usual.
+    start: what to go on from, whose form counts and not the choices; num_layers may add to a head's layers.
     """
     if choices is None:
-        model = new_draft_model(target, num_layers or 1)
-        facts = {"kind": kind, "layers": num_layers or 1, "objective": asdict(objective)}
+        assert not isinstance(start, StartingHead), "of the kind that is trained"
+        model = new_draft_model(target, num_layers or 1) if start is None else start.module
+        facts = {"kind": kind, "layers": len(model.layers), "objective": asdict(objective)}
 
         def write_model(directory: Path, measures: Measures, _: HitRates, told: dict[str, Any]) -> int:
             return export_draft_model(
@@ -70,6 +72,7 @@ def recipe(
             )
 
         return Recipe(model, target, facts, 5, write_model)
+    assert not isinstance(start, StartingDraftModel), "of the kind that is trained"
     if start is None:
         config = head_config(choices, target, dataset.meta.feature_layers)
     else:

@@ -11,7 +11,6 @@ from gpu_worker.config import LayerIdsName
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.heads.config import HeadConfig, HeadKind
 from gpu_worker.models.heads.tensors import DRAFT_IDS
-from gpu_worker.training.batches import DraftVocabulary
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.frozen_target import FrozenTarget
 from gpu_worker.training.modules.decoder_head import DecoderHead
@@ -74,12 +73,6 @@ class StartingHead:
     def ids(self) -> torch.Tensor:
         """[V] int64: the target ids that its draft ids stand for."""
         return self.tensors.get(DRAFT_IDS, torch.arange(self.config.vocab_size))
-
-    def draft_ids(self, counts: torch.Tensor, size: int) -> torch.Tensor:
-        """Its own ids and the likeliest others by counts [vocab_size], up to `size`; ascending, int64."""
-        kept = counts.clone()
-        kept[self.ids] = counts.sum() + 1  # ahead of all others
-        return DraftVocabulary.most_frequent(kept, max(size, len(self.ids))).ids
 
     def copy_into(
         self, head: DecoderHead | MedusaHeads, draft_ids: torch.Tensor, target: FrozenTarget

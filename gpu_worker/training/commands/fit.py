@@ -34,6 +34,7 @@ from gpu_worker.training.objective import DraftObjective, Objective
 from gpu_worker.training.optimizers import OPTIMIZER_KINDS, OptimizerKind
 from gpu_worker.training.parallel import PARALLEL_KINDS, ParallelKind, whole_parameters
 from gpu_worker.training.recipes import DRAFT_MODEL, KINDS, Recipe, reads, recipe
+from gpu_worker.training.starting_draft_model import StartingDraftModel
 from gpu_worker.training.starting_head import StartingHead
 from gpu_worker.training.training_log import Measures
 from gpu_worker.weights.loader import resolve_dtype
@@ -79,7 +80,7 @@ def fit(
     start_from: Annotated[
         str,
         typer.Option(
-            help="A head of this kind to go on from, in its own form (norms; layers may be added)."
+            help="What to go on from, of this kind and in its own form (norms; a head's layers may be added to)."
             " A checkpoint goes before it."
         ),
     ] = "",
@@ -106,8 +107,6 @@ def fit(
     kind_of_parallel: ParallelKind = next(
         k for k in PARALLEL_KINDS if k == _one_of("parallel", parallel, PARALLEL_KINDS)
     )
-    if start_from and kind == DRAFT_MODEL:
-        raise TrainingError(f"start_from: {start_from!r}, a draft model starts from the target's layers")
     named = _one_of("precision", precision, ["auto", "bfloat16", "float32"])
     on = _device(device)
     dtype = ACTIVATION_DTYPES[resolve_dtype(named, on)]
@@ -164,7 +163,7 @@ class _Run:
     objective: Objective
     dtype: torch.dtype
     device: torch.device
-    start_from: str  # a head, or nothing
+    start_from: str  # a head or draft model, or nothing
     layer_ids_name: LayerIdsName  # of such a head, if it is a published EAGLE-3
     refresh_data: bool
     settings: FitSettings
@@ -174,8 +173,10 @@ def _train(run: _Run, *, chief: bool) -> None:
     """Trains on this process; the chief speaks and writes."""
     meta = FeatureMeta.read(run.features)
     target = FrozenTarget.load(resolve_model(meta.target), meta.vocab_size)
-    start = None
-    if run.start_from:
+    start: StartingHead | StartingDraftModel | None = None
+    if run.start_from and run.kind == DRAFT_MODEL:
+        start = StartingDraftModel.load(run.start_from, target, run.layers)
+    elif run.start_from:
         start = StartingHead.load(
             run.start_from, run.kind, target.config, meta.feature_layers, run.layer_ids_name
         )
@@ -239,7 +240,7 @@ def _export(
     )
 
 
-def _data(run: _Run, start: StartingHead | None) -> tuple[FeatureDataset, RunData]:
+def _data(run: _Run, start: StartingHead | StartingDraftModel | None) -> tuple[FeatureDataset, RunData]:
     """The shards of the run's checkpoint if it has one, else all; and the ids to draft, counted in them."""
     features = run.features
     state = read_checkpoint(run.output)
@@ -253,13 +254,9 @@ def _data(run: _Run, start: StartingHead | None) -> tuple[FeatureDataset, RunDat
     dataset = FeatureDataset(features, paths, **reads(run.kind))
     size = min(run.draft_vocab or dataset.meta.vocab_size, dataset.meta.vocab_size)
     if state is None:
-        counts = dataset.answer_counts()
-        most = (
-            DraftVocabulary.most_frequent(counts, size).ids
-            if start is None
-            else start.draft_ids(counts, size)
-        )
-        return dataset, RunData(tuple(path.name for path in paths), most)
+        kept = None if start is None else start.ids
+        most = DraftVocabulary.most_frequent(dataset.answer_counts(), size, kept)
+        return dataset, RunData(tuple(path.name for path in paths), most.ids)
     ids = RunData.of(state).draft_ids
     wanted = size if start is None else max(size, len(start.ids))
     if len(ids) != wanted:

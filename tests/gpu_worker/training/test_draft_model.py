@@ -15,6 +15,7 @@ from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.frozen_target import FrozenTarget
 from gpu_worker.training.new_head import default_objective
 from gpu_worker.training.objective import DraftObjective, unrolled_logits
+from gpu_worker.training.starting_draft_model import StartingDraftModel
 from gpu_worker.weights.draft_checkpoint import load_draft_model
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
@@ -66,6 +67,34 @@ def test_a_draft_that_does_not_fit_its_lender_is_refused(frozen: FrozenTarget, t
     export_draft_model(tmp_path / "draft", model, frozen, torch.tensor([5, 3]), "card")
     with pytest.raises(ModelError, match="draft_ids must be ascending ids"):
         load_draft_model(str(tmp_path / "draft"), lender, tokenizer, "float32", cpu, None)
+
+
+def test_it_goes_on_from_what_was_written(frozen: FrozenTarget, tmp_path: Path) -> None:
+    model = new_draft_model(frozen, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter)).copy_(parameter.bfloat16().float())
+    export_draft_model(tmp_path, model, frozen, torch.arange(0, 300, 3), "card")
+    start = StartingDraftModel.load(str(tmp_path), frozen, 0)
+    assert torch.equal(start.ids, torch.arange(0, 300, 3))
+    again, expected = dict(start.module.named_parameters()), dict(model.named_parameters())
+    assert again.keys() == expected.keys()
+    for name, parameter in again.items():
+        assert torch.equal(parameter, expected[name]), name
+    with pytest.raises(TrainingError, match="layers: 1, the draft model to start from has 2"):
+        StartingDraftModel.load(str(tmp_path), frozen, 1)
+    narrower = FrozenTarget.load(resolve_model(str(make_tiny_llama(tmp_path / "t", hidden_size=32))), 300)
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn"):
+        StartingDraftModel.load(str(tmp_path), narrower, 0)
+    rope = dataclasses.replace(frozen.config.rope, theta=7.0)
+    turned = dataclasses.replace(frozen, config=dataclasses.replace(frozen.config, rope=rope))
+    with pytest.raises(TrainingError, match=r"rope is .* the target's"):
+        StartingDraftModel.load(str(tmp_path), turned, 0)
+
+
+def test_a_whole_model_is_nothing_to_go_on_from(frozen: FrozenTarget, tiny_model_dir: Path) -> None:
+    with pytest.raises(TrainingError, match="has an embedding of its own"):
+        StartingDraftModel.load(str(tiny_model_dir), frozen, 0)
 
 
 def test_all_layers_give_the_target_itself(frozen: FrozenTarget, tiny_model_dir: Path) -> None:

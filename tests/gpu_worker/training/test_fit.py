@@ -161,14 +161,26 @@ def test_another_vocabulary_than_the_checkpoint_has_is_refused(features_dir: Pat
 
 
 def test_the_command_writes_a_draft_model(features_dir: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
-    done = _fit(features_dir, tmp_path, 3, kind="draft-model")
+    first, second, cpu = tmp_path / "first", tmp_path / "second", torch.device("cpu")
+    done = _fit(features_dir, first, 3, kind="draft-model", options=("--layers=2",))
     assert done.returncode == 0, done.stderr
     target = load_model(resolve_model(str(tiny_model_dir)), "float32", "cpu")
-    draft = load_draft_model(str(tmp_path), target, tiny_model_dir, "float32", torch.device("cpu"), None)
-    assert draft.model.num_layers == 1
+    draft = load_draft_model(str(first), target, tiny_model_dir, "float32", cpu, None)
+    assert draft.model.num_layers == 2
     assert draft.model.config.vocab_size == 300
     assert draft.draft_ids is not None
     assert len(draft.draft_ids) == 100
+
+    options = (f"--start-from={first}", "--learning-rate=1e-9")
+    done = _fit(features_dir, second, 1, kind="draft-model", draft_vocab=140, options=options)
+    assert done.returncode == 0, done.stderr
+    further = load_draft_model(str(second), target, tiny_model_dir, "float32", cpu, None)
+    assert further.draft_ids is not None
+    assert len(further.draft_ids) == 140
+    assert set(draft.draft_ids.tolist()) < set(further.draft_ids.tolist())
+    one, two = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
+    for name in one.keys() - {"draft_ids"}:
+        torch.testing.assert_close(two[name].float(), one[name].float(), rtol=1e-2, atol=1e-3, msg=name)
 
 
 def test_two_processes_train_one_head(features_dir: Path, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_it_starts_as_the_head_that_it_goes_on_from(
     expected = _sums(first, dataset, vocabulary.ids, frozen)
     torch.testing.assert_close(_sums(head, dataset, vocabulary.ids, frozen), expected, rtol=1e-4, atol=1e-4)
 
-    ids = start.draft_ids(dataset.answer_counts(), _MORE)
+    ids = DraftVocabulary.most_frequent(dataset.answer_counts(), _MORE, kept=start.ids).ids
     assert len(ids) == _MORE
     assert set(vocabulary.ids.tolist()) < set(ids.tolist())
     wider = new_head(start.training_config(_MORE), frozen, ids, seed=9)
