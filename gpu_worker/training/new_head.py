@@ -45,11 +45,24 @@ _OBJECTIVES: dict[str, Objective] = {
 
 
 def default_objective(
-    kind: str, *, unroll: int = 0, loss: LossKind = "cross-entropy", decay: float = 0.0
+    kind: str,
+    *,
+    unroll: int = 0,
+    loss: LossKind = "cross-entropy",
+    decay: float = 0.0,
+    law_weight: float | None = None,
+    regression_weight: float | None = None,
 ) -> Objective:
-    """The kind's loss; 0 keeps its own unrolling and decay."""
+    """The kind's loss; 0 keeps its own unrolling and decay, None its own weights."""
     base = _OBJECTIVES[kind]
-    return dataclasses.replace(base, unroll=unroll or base.unroll, loss=loss, decay=decay or base.decay)
+    return dataclasses.replace(
+        base,
+        unroll=unroll or base.unroll,
+        loss=loss,
+        decay=decay or base.decay,
+        law_weight=base.law_weight if law_weight is None else law_weight,
+        regression_weight=base.regression_weight if regression_weight is None else regression_weight,
+    )
 
 
 def head_config(choices: HeadChoices, target: FrozenTarget, feature_layers: tuple[int, ...]) -> HeadConfig:

@@ -64,6 +64,13 @@ def fit(
     decay: Annotated[
         float, typer.Option(min=0, help="Weight of each draft step against the one before; 0: the kind's.")
     ] = 0,
+    law_weight: Annotated[
+        float | None, typer.Option(min=0, help="Of --loss in the sum. Unset: the kind's.")
+    ] = None,
+    regression_weight: Annotated[
+        float | None,
+        typer.Option(min=0, help="Of the distance to the target's hidden states. Unset: the kind's."),
+    ] = None,
     optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZER_KINDS) + ".")] = "muon",
     learning_rate: Annotated[float, typer.Option(min=0, help="Peak; 0: the optimizer's usual one.")] = 0,
     warmup: Annotated[int, typer.Option(min=0, help="Steps.")] = 100,
@@ -119,7 +126,14 @@ def fit(
         draft_vocab=draft_vocab,
         features=features.expanduser(),
         output=output.expanduser(),
-        objective=default_objective(kind, unroll=unroll, loss=kind_of_loss, decay=decay),
+        objective=default_objective(
+            kind,
+            unroll=unroll,
+            loss=kind_of_loss,
+            decay=decay,
+            law_weight=law_weight,
+            regression_weight=regression_weight,
+        ),
         dtype=dtype,
         device=on,
         start_from=start_from,
