@@ -116,7 +116,7 @@ def build_drafters(
             )
         elif method is SpeculationMethod.MEDUSA:
             assert weights.medusa is not None, "loaded with the others"
-            tree = config.draft_shape != "chain"  # its trees are fixed ones
+            tree = config.draft_shape != "chain"  # one kind of tree, whichever is asked for
             drafters[method] = MedusaDrafter(
                 weights.medusa,
                 sampler,

@@ -19,7 +19,13 @@ from gpu_worker.draft_tree import DraftTree, tree_of
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
 from gpu_worker.drafting.tree_growth import confidences
-from gpu_worker.drafting.tree_shape import MAX_NODES, ProductTree, assumed_hit_rates, build_product_tree
+from gpu_worker.drafting.tree_shape import (
+    MAX_NODES,
+    ProductTree,
+    assumed_hit_rates,
+    build_product_tree,
+    with_best_chain,
+)
 from gpu_worker.models.heads.medusa import MedusaHeads
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler
@@ -58,8 +64,10 @@ class MedusaDrafter:
         ]
         self._shared_output = all(output is heads.outputs[0] for output in heads.outputs)
         depth = min(max_depth, config.num_medusa_heads)
-        rates = config.hit_rates or assumed_hit_rates(config.num_medusa_heads)
-        self._shape = build_product_tree([r if tree else r[:1] for r in rates[:depth]], MAX_NODES)
+        measured = config.hit_rates or assumed_hit_rates(config.num_medusa_heads)
+        rates = [r if tree else r[:1] for r in measured[:depth]]
+        # However rarely the last heads hit on average, in a step they may be sure.
+        self._shape = with_best_chain(build_product_tree(rates, MAX_NODES - depth), rates)
         self._least_value = least_value
         self._hidden = torch.zeros(
             table.num_slots, config.hidden_size, dtype=heads.dtype, device=heads.device
@@ -154,12 +162,13 @@ def _best_nodes(shape: ProductTree, candidates: list[Candidates], budget: int, l
     """
     values: list[float] = []
     for rank, parent, depth in zip(shape.ranks, shape.parents, shape.depths, strict=True):
-        values.append(min(0.0, candidates[depth - 1][rank][1]) + (values[parent] if parent >= 0 else 0.0))
+        found = candidates[depth - 1]
+        value = min(0.0, found[rank][1]) if rank < len(found) else -math.inf  # a small vocabulary has fewer
+        values.append(value + (values[parent] if parent >= 0 else 0.0))
     worth = [node for node, value in enumerate(values) if value > -math.inf and value >= least_value]
-    worth.sort(
-        key=lambda node: -values[node]
-    )  # stable: of equal ones parents, and what hit more often, come first
-    kept = sorted(worth[:budget])
+    # Stable: of equal ones parents, and what hit more often, come first.
+    worth.sort(key=lambda node: -values[node])
+    kept = sorted(worth[:budget], key=lambda node: (shape.depths[node], -values[node]))
     place = {node: i for i, node in enumerate(kept)} | {-1: -1}
     return _Nodes(
         [candidates[shape.depths[node] - 1][shape.ranks[node]][0] for node in kept],

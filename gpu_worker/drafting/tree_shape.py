@@ -1,8 +1,9 @@
-"""The shape of a tree that is fixed before any draft: which candidates of which depth, from measured hit rates.
+"""The shape of a tree that is settled before any draft: which candidates of which depth, from measured hit rates.
 
-Medusa's heads give candidates for every depth at once, EAGLE-1 those of one depth after the other; in both the tree's
-shape is settled beforehand, from how often the candidate of each rank turned out right at each depth. Source: sparse
-trees of Medusa (Cai et al., arXiv 2401.10774, section 2.3.3).
+Medusa's heads give candidates for every depth at once, EAGLE-1 those of one depth after the other; which of them are
+considered follows from how often the candidate of each rank turned out right at each depth. EAGLE-1 verifies the
+shape's first nodes, Medusa those that its heads are surest of. Source: sparse trees of Medusa (Cai et al., arXiv
+2401.10774, section 2.3.3).
 """
 
 from __future__ import annotations
@@ -66,6 +67,24 @@ class ProductTree:
             tuple(self.depths[i] for i in kept),
             tuple(self.probabilities[i] for i in kept),
         )
+
+
+def with_best_chain(tree: ProductTree, hit_rates: Sequence[Sequence[float]]) -> ProductTree:
+    """The tree and behind its nodes, where it ends earlier, the chain of the first candidates of all depths."""
+    ranks, parents = list(tree.ranks), list(tree.parents)
+    depths, probabilities = list(tree.depths), list(tree.probabilities)
+    nodes = {path: node for node, path in enumerate(tree.paths())}
+    above, reached = -1, 1.0
+    for depth, rates in enumerate(hit_rates, start=1):
+        reached *= rates[0]
+        node = nodes.get((0,) * depth, len(ranks))
+        if node == len(ranks):
+            ranks.append(0)
+            parents.append(above)
+            depths.append(depth)
+            probabilities.append(reached)
+        above = node
+    return ProductTree(tuple(ranks), tuple(parents), tuple(depths), tuple(probabilities))
 
 
 def build_product_tree(hit_rates: Sequence[Sequence[float]], num_nodes: int) -> ProductTree:

@@ -53,15 +53,27 @@ def default_objective(
     law_weight: float | None = None,
     regression_weight: float | None = None,
 ) -> Objective:
-    """The kind's loss; 0 keeps its own unrolling and decay, None its own weights."""
+    """The kind's loss; 0 keeps its own unrolling and decay, None its own weights.
+
+    Raises TrainingError for weights that leave nothing to learn, or hidden states that the kind does not give.
+    """
     base = _OBJECTIVES[kind]
+    law = base.law_weight if law_weight is None else law_weight
+    regression = base.regression_weight if regression_weight is None else regression_weight
+    if regression and not base.regression_weight:
+        kinds = ", ".join(name for name, own in _OBJECTIVES.items() if own.regression_weight)
+        raise TrainingError(
+            f"regression_weight: {regression}, {kind} has none; trained towards hidden states: {kinds}"
+        )
+    if not law and not regression:
+        raise TrainingError("law_weight: 0, and so is regression_weight: nothing is left to learn")
     return dataclasses.replace(
         base,
         unroll=unroll or base.unroll,
         loss=loss,
         decay=decay or base.decay,
-        law_weight=base.law_weight if law_weight is None else law_weight,
-        regression_weight=base.regression_weight if regression_weight is None else regression_weight,
+        law_weight=law,
+        regression_weight=regression,
     )
 
 

@@ -11,8 +11,24 @@ from gpu_worker.models.heads.tensors import DRAFT_IDS
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.frozen_target import FrozenTarget
 from gpu_worker.training.modules.draft_model import DraftModel
+from gpu_worker.weights.draft_checkpoint import read_draft_ids
 from gpu_worker.weights.resolve import resolve_model
 from gpu_worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
+
+# Of its config.json, as the target has it: the same widths could be split into heads in another way.
+_FORM = (
+    "architecture",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "rope",
+    "rms_norm_eps",
+    "qkv_bias",
+    "mlp_bias",
+    "output_bias",
+)
 
 
 @dataclass(frozen=True)
@@ -39,14 +55,17 @@ class StartingDraftModel:
             raise TrainingError(
                 f"layers: {num_layers}, the draft model to start from has {config.num_layers}"
             )
-        for field in ("architecture", "rope", "rms_norm_eps", "qkv_bias"):
+        for field in _FORM:
             if getattr(config, field) != getattr(model, field):
                 raise TrainingError(
                     f"{spec}: {field} is {getattr(config, field)}, the target's {getattr(model, field)}"
                 )
         module = DraftModel(model, config.num_layers)
+        expected = {f"model.{name}" for name, _ in module.named_parameters()} | {DRAFT_IDS}
+        if unknown := sorted(checkpoint.names - expected):
+            raise TrainingError(f"{spec}: tensor {unknown[0]} is none that a draft model is trained with")
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 parameter.copy_(checkpoint.read(f"model.{name}", tuple(parameter.shape)))
-        ids = checkpoint.read_ids(DRAFT_IDS)
+        ids = read_draft_ids(checkpoint, model.vocab_size)
         return cls(module, torch.arange(model.vocab_size) if ids is None else ids)

@@ -9,7 +9,7 @@ import torch
 
 from gpu_worker.config import LayerIdsName
 from gpu_worker.models.config import ModelConfig
-from gpu_worker.models.heads.config import HeadConfig, HeadKind
+from gpu_worker.models.heads.config import HeadConfig
 from gpu_worker.models.heads.tensors import DRAFT_IDS
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.frozen_target import FrozenTarget
@@ -59,7 +59,7 @@ class StartingHead:
         num_layers: 0 or the head's own, or more. Raises TrainingError for fewer.
         """
         own = self.config.num_layers
-        if num_layers not in (0, own) and (num_layers < own or self.config.kind is HeadKind.MEDUSA):
+        if num_layers and num_layers < own:
             raise TrainingError(f"layers: {num_layers}, the head to start from has {own}")
         return dataclasses.replace(
             self.config,
@@ -86,8 +86,9 @@ class StartingHead:
             rows = target.lm_head[: self.config.vocab_size].clone()
             rows[self.ids] = tensors[name]
             tensors[name] = rows[draft_ids]
+        added = tuple(f"layers.{i}." for i in range(self.config.num_layers, head.config.num_layers))
         for name, tensor in head.tensors().items():
-            if name not in tensors:
+            if name.startswith(added):
                 adds = name.endswith(("o_proj.weight", "down_proj.weight"))
                 tensors[name] = torch.zeros_like(tensor) if adds else tensor
         head.load_tensors(tensors)

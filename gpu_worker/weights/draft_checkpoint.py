@@ -66,9 +66,16 @@ def _extras(source: ModelSource, vocab_size: int) -> tuple[bool, torch.Tensor | 
     if source.kind == "gguf":
         return False, None
     checkpoint = SafetensorsCheckpoint(source.path)
+    return not checkpoint.has(EMBEDDING), read_draft_ids(checkpoint, vocab_size)
+
+
+def read_draft_ids(checkpoint: SafetensorsCheckpoint, vocab_size: int) -> torch.Tensor | None:
+    """[V] int64: the ids that a draft model drafts; None: all. Raises ModelError for what is no list of such ids."""
     ids = checkpoint.read_ids(DRAFT_IDS)
     if ids is not None:
         ascending = len(ids) and bool((ids.diff() > 0).all())
         if not ascending or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
-            raise ModelError(f"{source.path}: {DRAFT_IDS} must be ascending ids within 0..{vocab_size - 1}")
-    return not checkpoint.has(EMBEDDING), ids
+            raise ModelError(
+                f"{checkpoint.directory}: {DRAFT_IDS} must be ascending ids within 0..{vocab_size - 1}"
+            )
+    return ids

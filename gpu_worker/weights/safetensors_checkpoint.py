@@ -39,6 +39,11 @@ class SafetensorsCheckpoint:
             self._files[path] = file
             self._where.update(dict.fromkeys(file.keys(), path))  # type: ignore[no-untyped-call]
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors."""
+        return frozenset(self._where)
+
     def has(self, name: str) -> bool:
         return name in self._where
 

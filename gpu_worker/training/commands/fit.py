@@ -51,7 +51,7 @@ def fit(
         int, typer.Option(min=0, help="Draft steps (Medusa: heads) in training; 0: the kind's.")
     ] = 0,
     layers: Annotated[
-        int, typer.Option(min=0, help="Decoder layers; 0: one, or those of the head that it starts from.")
+        int, typer.Option(min=0, help="Decoder layers; 0: one, or as many as what it starts from.")
     ] = 0,
     draft_vocab: Annotated[int, typer.Option(min=0, help="Ids that the head may draft; 0: all.")] = 8192,
     own_lm_head: Annotated[
@@ -97,6 +97,8 @@ def fit(
 ) -> None:
     """Trains a head from the extracted features, or goes on from the checkpoint in the output directory."""
     _one_of("kind", kind, KINDS)
+    if layers and kind == HeadKind.MEDUSA:
+        raise TrainingError(f"layers: {layers}, Medusa's heads have no decoder layers")
     choices = None
     if kind != DRAFT_MODEL:
         choices = HeadChoices(

@@ -52,6 +52,15 @@ def test_the_nodes_are_those_of_the_shape() -> None:
         assert tree.depths[begin:end].tolist()[1:] == sorted(len(path) for path in paths)
 
 
+def test_a_fixed_shape_leaves_out_what_is_worth_too_little_in_a_step() -> None:
+    table = RequestTable(1, 64, 16, torch.device("cpu"))
+    table.admit(Admission(0, 1, np.array([5, 6], dtype=np.int32), 2, 0, 0, SamplingRecord()))
+    state = HeadRows(torch.zeros(1, 4), torch.zeros(1, 4))
+    shape = TreeShape(max_depth=3, fixed=build_product_tree(RATES, 7), least_value=-2.5)
+    tree = grow_trees(table, [0], [7], shape, state, _expand, _Candidates())  # type: ignore[arg-type]
+    assert sorted(tree.tokens.tolist()[1:]) == [1, 2, 11]
+
+
 @pytest.mark.parametrize(
     ("least", "expected"),
     [(-math.inf, [1, 2, 11, 12, 21, 22, 111]), (-2.5, [1, 2, 11]), (-0.5, [])],

@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_worker.config import WorkerConfig
 from gpu_worker.draft_tree import DraftTree
+from gpu_worker.drafters import DraftWeights, build_drafters
 from gpu_worker.drafting.base import DraftRequest
-from gpu_worker.drafting.medusa import MedusaDrafter
+from gpu_worker.drafting.medusa import MedusaDrafter, _best_nodes
+from gpu_worker.drafting.tree_shape import build_product_tree, with_best_chain
 from gpu_worker.layers.linear import Linear
 from gpu_worker.layers.output_head import TorchOutputHead
 from gpu_worker.models.heads.config import HeadConfig, HeadKind
 from gpu_worker.request_state import RequestTable
 from gpu_worker.sampling.sampler import Sampler
+from shared_mem.enums import SpeculationMethod
 from shared_mem.records import Admission, SamplingRecord
 
 _VOCABULARY, _HIDDEN, _HEADS, _BUDGET = 100, 8, 3, 20
@@ -30,25 +34,47 @@ def _proposed(*, shared: bool, tree: bool = True, **sampling: Any) -> tuple[list
     return proposed.tokens.tolist(), proposed.parents.tolist(), proposed.depths.tolist()
 
 
-def _proposal(
-    *, shared: bool, tree: bool, budget: int = _BUDGET, least_value: float = -math.inf, **sampling: Any
-) -> tuple[DraftTree, torch.Tensor]:
-    """What is proposed, and the log-probabilities [heads, V] of the heads behind it."""
-    torch.manual_seed(0)
-    weights = torch.randn(_VOCABULARY, _HIDDEN) * 3
+def _heads(*, shared: bool, vocabulary: int = _VOCABULARY) -> tuple[Any, torch.Tensor]:
+    """Three heads of different minds, and the output rows behind each."""
+    weights = torch.randn(vocabulary, _HIDDEN) * 3
     outputs = [TorchOutputHead(Linear(weights)) for _ in range(1 if shared else _HEADS)]
-    cpu = torch.device("cpu")
-    scales = torch.tensor([1.0, 0.7, -0.4])[None, :, None]  # heads of different minds
-    heads: Any = SimpleNamespace(
-        config=HeadConfig(HeadKind.MEDUSA, _HIDDEN, _VOCABULARY, _VOCABULARY, num_medusa_heads=_HEADS),
+    scales = torch.tensor([1.0, 0.7, -0.4])[None, :, None]
+    heads = SimpleNamespace(
+        config=HeadConfig(HeadKind.MEDUSA, _HIDDEN, vocabulary, vocabulary, num_medusa_heads=_HEADS),
         outputs=outputs * _HEADS if shared else outputs,
         token_ids=None,
         dtype=torch.float32,
-        device=cpu,
+        device=torch.device("cpu"),
         forward=lambda normed: normed[:, None] * scales,
     )
-    table, sampler = RequestTable(2, 64, 16, cpu), Sampler(2, _VOCABULARY, "cpu")
-    drafter = MedusaDrafter(heads, sampler, table, _HEADS, least_value, tree=tree)
+    return heads, weights
+
+
+def _proposal(
+    *,
+    shared: bool,
+    tree: bool,
+    budget: int = _BUDGET,
+    least: float = 0.0,
+    vocabulary: int = _VOCABULARY,
+    **sampling: Any,
+) -> tuple[DraftTree, torch.Tensor]:
+    """What is proposed, and the log-probabilities [heads, V] of the heads behind it; as the worker builds it."""
+    torch.manual_seed(0)
+    heads, weights = _heads(shared=shared, vocabulary=vocabulary)
+    table = RequestTable(2, 64, 16, torch.device("cpu"))
+    sampler = Sampler(2, vocabulary, "cpu")
+    method = SpeculationMethod.MEDUSA
+    config = WorkerConfig(
+        speculation=(method,),
+        draft_shape="tree" if tree else "chain",
+        max_draft_depth=_HEADS,
+        min_draft_probability=least,
+    )
+    target: Any = None  # which Medusa's heads have been built for
+    drafters, _ = build_drafters(config, DraftWeights(medusa=heads), target, sampler, table, 1)
+    drafter = drafters[method]
+    assert isinstance(drafter, MedusaDrafter)
     record = SamplingRecord(seed=3, **sampling)
     admission = Admission(0, 1, np.array([1, 2, 3], dtype=np.int32), 3, 0, 0, record, 0)
     table.admit(admission)
@@ -103,7 +129,7 @@ def _paths(tree: DraftTree) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("least", [0.0, 0.05, 0.2, 0.9])
 def test_a_step_verifies_the_paths_that_its_heads_are_surest_of(budget: int, least: float) -> None:
     least_value = math.log(least) if least else -math.inf
-    tree, log_probs = _proposal(shared=True, tree=True, budget=budget, least_value=least_value)
+    tree, log_probs = _proposal(shared=True, tree=True, budget=budget, least=least)
     worth: dict[tuple[int, ...], float] = {}
     best = log_probs.topk(4).indices.tolist()
     for depth in range(1, _HEADS + 1):
@@ -118,3 +144,23 @@ def test_a_step_verifies_the_paths_that_its_heads_are_surest_of(budget: int, lea
         assert sure[node] == pytest.approx(
             math.exp(float(log_probs[depth, int(tree.tokens[node])])), rel=1e-4
         )
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}])
+def test_a_vocabulary_of_fewer_ids_than_a_depth_has_candidates(sampling: dict[str, Any]) -> None:
+    tree, log_probs = _proposal(shared=True, tree=True, vocabulary=5, **sampling)
+    assert len(tree.tokens) > 5
+    assert int(tree.tokens[1:].max()) < log_probs.shape[1]
+
+
+def test_however_rarely_the_last_head_hits_it_may_be_sure() -> None:
+    """With these rates 64 nodes end before the third depth."""
+    rates = [[0.12] * 8, [0.12] * 8, [0.01] + [0.0] * 7]
+    base = build_product_tree(rates, 64)
+    assert max(base.depths) == 2
+    shape = with_best_chain(build_product_tree(rates, 64 - 3), rates)
+    sure: list[list[tuple[int, float]]] = [
+        [(10 * d + r, -0.01 - 5.0 * r) for r in range(8)] for d in range(3)
+    ]
+    nodes = _best_nodes(shape, sure, budget=4, least_value=math.log(0.2))
+    assert (nodes.tokens, nodes.parents) == ([0, 10, 20], [-1, 0, 1])

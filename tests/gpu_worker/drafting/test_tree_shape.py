@@ -8,7 +8,12 @@ import math
 import numpy as np
 import pytest
 
-from gpu_worker.drafting.tree_shape import ProductTree, build_product_tree, measure_hit_rates
+from gpu_worker.drafting.tree_shape import (
+    ProductTree,
+    build_product_tree,
+    measure_hit_rates,
+    with_best_chain,
+)
 
 RATES = [[0.5, 0.2, 0.1], [0.4, 0.3, 0.05], [0.6, 0.1]]
 
@@ -104,3 +109,15 @@ def test_expected_length_is_what_a_walk_accepts() -> None:
     for ranks in np.stack(columns, axis=1).tolist():
         accepted += next((d for d in range(3) if tuple(ranks[: d + 1]) not in paths), 3)
     assert accepted / 8000 == pytest.approx(tree.expected_accepted, abs=0.04)
+
+
+def test_the_chain_of_first_candidates_is_added_where_it_is_missing() -> None:
+    rates = [[0.3] * 3, [0.2] * 3, [0.01, 0.0], [0.01, 0.0]]
+    tree = build_product_tree(rates, 6)
+    longer = with_best_chain(tree, rates)
+    assert (0, 0, 0) not in tree.paths()
+    assert longer.paths()[: tree.num_nodes] == tree.paths()
+    assert {(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)} <= set(longer.paths())
+    assert longer.num_nodes == len(set(longer.paths()))
+    assert longer.probabilities[-1] == pytest.approx(0.3 * 0.2 * 0.01 * 0.01)
+    assert with_best_chain(longer, rates) == longer

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from gpu_worker.errors import ModelError
 from gpu_worker.training.batches import DraftVocabulary
@@ -84,12 +86,36 @@ def test_it_goes_on_from_what_was_written(frozen: FrozenTarget, tmp_path: Path) 
     with pytest.raises(TrainingError, match="layers: 1, the draft model to start from has 2"):
         StartingDraftModel.load(str(tmp_path), frozen, 1)
     narrower = FrozenTarget.load(resolve_model(str(make_tiny_llama(tmp_path / "t", hidden_size=32))), 300)
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn"):
+    with pytest.raises(TrainingError, match="hidden_size is 64, the target's 32"):
         StartingDraftModel.load(str(tmp_path), narrower, 0)
     rope = dataclasses.replace(frozen.config.rope, theta=7.0)
     turned = dataclasses.replace(frozen, config=dataclasses.replace(frozen.config, rope=rope))
     with pytest.raises(TrainingError, match=r"rope is .* the target's"):
         StartingDraftModel.load(str(tmp_path), turned, 0)
+
+
+def test_another_split_into_heads_and_unknown_parts_are_nothing_to_go_on_from(
+    frozen: FrozenTarget, tmp_path: Path
+) -> None:
+    export_draft_model(tmp_path, new_draft_model(frozen, 1), frozen, torch.arange(300), "card")
+    told = json.loads((tmp_path / "config.json").read_text())
+    heads, size = frozen.config.num_heads, frozen.config.head_dim
+    other = {
+        "num_attention_heads": 2 * heads,
+        "num_key_value_heads": 2 * frozen.config.num_kv_heads,
+        "head_dim": size // 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(told | other))
+    with pytest.raises(TrainingError, match=f"num_heads is {2 * heads}, the target's {heads}"):
+        StartingDraftModel.load(str(tmp_path), frozen, 0)
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"model.layers.0.mlp.up_proj.bias": torch.ones(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(TrainingError, match=r"tensor model\.layers\.0\.mlp\.up_proj\.bias is none"):
+        StartingDraftModel.load(str(tmp_path), frozen, 0)
+    save_file(weights | {"draft_ids": torch.tensor([3, 300])}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"ascending ids within 0\.\.299"):
+        StartingDraftModel.load(str(tmp_path), frozen, 0)
 
 
 def test_a_whole_model_is_nothing_to_go_on_from(frozen: FrozenTarget, tiny_model_dir: Path) -> None:

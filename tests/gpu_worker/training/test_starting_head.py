@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,16 @@ def test_added_layers_change_nothing_at_first_and_learn(
         assert gradient.abs().max() > 0, name
 
 
+def test_a_tensor_that_is_missing_elsewhere_is_not_made_up(frozen: FrozenTarget, tmp_path: Path) -> None:
+    module, vocabulary = draft_objective(HeadKind.MTP, frozen)
+    export_head(tmp_path, module.head, module.head.config, vocabulary.ids, "", torch.float32)
+    start = StartingHead.load(str(tmp_path), "mtp", frozen.config, (0, 1))
+    del start.tensors["layers.0.mlp.up_proj.weight"]
+    head = new_head(start.training_config(len(vocabulary.ids), 2), frozen, vocabulary.ids, seed=1)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.up_proj\.weight"):
+        start.copy_into(head, vocabulary.ids, frozen)
+
+
 def test_layers_are_never_taken_away(frozen: FrozenTarget, tmp_path: Path) -> None:
     module, vocabulary = draft_objective(HeadKind.MTP, frozen, num_layers=2)
     export_head(tmp_path, module.head, module.head.config, vocabulary.ids, "", torch.float32)
@@ -146,6 +157,7 @@ def test_the_command_goes_on_from_a_head_with_more_ids(
         *("-m", "gpu_worker.training.cli", "fit", "mtp", "--features", str(features_dir)),
         *("--output", str(output), f"--start-from={first}", "--steps=1", "--learning-rate=1e-9"),
         *("--rows=40", "--unroll=2", "--threads=1", "--precision=float32"),
+        *("--layers=2", "--law-weight=0.75", "--regression-weight=0.25"),
     )
     done = run_python(*options, f"--draft-vocab={_MORE}")
     assert done.returncode == 0, done.stderr
@@ -153,6 +165,11 @@ def test_the_command_goes_on_from_a_head_with_more_ids(
     one, two = load_file(first / "model.safetensors"), load_file(output / "model.safetensors")
     assert set(one["draft_ids"].tolist()) < set(two["draft_ids"].tolist())
     assert len(two["draft_ids"]) == _MORE
+    assert not any(name.startswith("layers.1.") for name in one)
+    assert not two["layers.1.mlp.down_proj.weight"].abs().max() > 1e-6  # it starts as the identity
+    assert json.loads((output / "config.json").read_text())["draftline_head"]["num_layers"] == 2
+    objective = json.loads((output / "summary.json").read_text())["facts"]["objective"]
+    assert (objective["law_weight"], objective["regression_weight"]) == (0.75, 0.25)
     torch.testing.assert_close(two["combine.weight"].float(), one["combine.weight"], rtol=1e-2, atol=1e-3)
     other = run_python(*options, f"--draft-vocab={_MORE + 10}")
     assert other.returncode != 0
