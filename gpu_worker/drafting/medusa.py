@@ -18,7 +18,7 @@ import torch
 from gpu_worker.draft_tree import DraftTree, tree_of
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
-from gpu_worker.drafting.tree_growth import confidences
+from gpu_worker.drafting.tree_growth import best_first, confidences
 from gpu_worker.drafting.tree_shape import (
     MAX_NODES,
     ProductTree,
@@ -67,7 +67,10 @@ class MedusaDrafter:
         measured = config.hit_rates or assumed_hit_rates(config.num_medusa_heads)
         rates = [r if tree else r[:1] for r in measured[:depth]]
         # However rarely the last heads hit on average, in a step they may be sure.
-        self._shape = with_best_chain(build_product_tree(rates, MAX_NODES - depth), rates)
+        shape = with_best_chain(build_product_tree(rates, MAX_NODES - depth), rates)
+        # By the greatest budget of a step: no node of the best tree of n lies deeper than n.
+        self._shapes = [shape.best(MAX_NODES, levels) for levels in range(depth + 1)]
+        self._widths = [levels.widths for levels in self._shapes]
         self._least_value = least_value
         self._hidden = torch.zeros(
             table.num_slots, config.hidden_size, dtype=heads.dtype, device=heads.device
@@ -101,9 +104,9 @@ class MedusaDrafter:
         """See Drafter.propose."""
         slots = [request.slot for request in requests]
         budgets = [request.num_draft_tokens if self._ready[request.slot] else 0 for request in requests]
-        # No node of the best tree of n lies deeper than n.
-        shape = self._shape.best(MAX_NODES, max(budgets, default=0))
-        candidates = self._candidates(slots, shape.widths)
+        levels = min(max(budgets, default=0), len(self._shapes) - 1)
+        shape = self._shapes[levels]
+        candidates = self._candidates(slots, self._widths[levels])
         drafted = [
             _best_nodes(shape, [of_depth[r] for of_depth in candidates], budget, self._least_value)
             for r, budget in enumerate(budgets)
@@ -165,10 +168,9 @@ def _best_nodes(shape: ProductTree, candidates: list[Candidates], budget: int, l
         found = candidates[depth - 1]
         value = min(0.0, found[rank][1]) if rank < len(found) else -math.inf  # a small vocabulary has fewer
         values.append(value + (values[parent] if parent >= 0 else 0.0))
-    worth = [node for node, value in enumerate(values) if value > -math.inf and value >= least_value]
-    # Stable: of equal ones parents, and what hit more often, come first.
-    worth.sort(key=lambda node: -values[node])
-    kept = sorted(worth[:budget], key=lambda node: (shape.depths[node], -values[node]))
+    best = best_first(values, shape.depths, budget)
+    kept = [node for node in best if values[node] > -math.inf and values[node] >= least_value]
+    kept.sort(key=lambda node: shape.depths[node])  # of one depth the best stay first
     place = {node: i for i, node in enumerate(kept)} | {-1: -1}
     return _Nodes(
         [candidates[shape.depths[node] - 1][shape.ranks[node]][0] for node in kept],

@@ -134,8 +134,8 @@ class _Growing:
 
     def best(self) -> list[_Node]:
         """The best `budget` nodes with parents renumbered, parents first."""
-        order = sorted(range(len(self.nodes)), key=lambda i: (-self.nodes[i].value, self.nodes[i].depth, i))
-        chosen = sorted(order[: self.budget])  # levels were appended in order of depth
+        values, depths = [node.value for node in self.nodes], [node.depth for node in self.nodes]
+        chosen = sorted(best_first(values, depths, self.budget))  # levels were appended in order of depth
         place = {node: i for i, node in enumerate(chosen)} | {-1: -1}
         return [
             _Node(node.token, place[node.parent], node.depth, node.value)
@@ -186,6 +186,11 @@ def grow_trees(
         table.device,
         [confidences([node.parent for node in nodes], [node.value for node in nodes]) for nodes in kept],
     )
+
+
+def best_first(values: Sequence[float], depths: Sequence[int], budget: int) -> list[int]:
+    """Indices of the best `budget` nodes, best first, equals by depth; a tree where none outdoes its parent."""
+    return sorted(range(len(values)), key=lambda i: (-values[i], depths[i], i))[:budget]
 
 
 def confidences(parents: Sequence[int], values: Sequence[float]) -> list[float]:
