@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -31,25 +31,68 @@ class HostNodes(HostShape):
 
 
 @dataclass(frozen=True)
+class DeviceNodes:
+    """The nodes as tensors, where drafts were chosen on the device and the host has not read them."""
+
+    tokens: torch.Tensor  # [N] int64
+    parents: torch.Tensor  # [N] int64
+    depths: torch.Tensor  # [N] int64
+
+
+@dataclass(frozen=True)
 class DraftTree:
     """Token trees of R requests, rooted at each request's last known token; N nodes in all.
 
     Request r owns nodes indptr[r] .. indptr[r + 1] - 1, the first of which is its root: the sequence's last
     token, whose target KV this step computes. Parents come before children. A chain gives every node but the last
     one child; a request without drafts is a tree of one node, so plain decoding is no special case.
+
+    Nodes stay where the drafter had them, on the host or on the device; the other form is made when it is asked for.
     """
 
     indptr: npt.NDArray[np.int32]  # [R + 1], host: the shapes of a step are known before it runs
-    tokens: torch.Tensor  # [N] int64
-    parents: torch.Tensor  # [N] int64, node index in 0..N-1; a root is its own parent
-    depths: torch.Tensor  # [N] int64, root 0
+    nodes: HostNodes | DeviceNodes
+    device: torch.device | str = "cpu"
     # The law each draft token was drawn from, for drafters that sample under the rejection rule;
     # None where all drafts are deterministic. Rows of roots and of deterministic nodes are all zero.
     q: torch.Tensor | None = None  # [N, V] float32
     # How sure the drafter is of each node, given that its parent is right; nothing downstream of a portfolio reads it.
     confidences: npt.NDArray[np.float32] | None = None  # [N], within 0..1, roots 1
-    # The nodes as they were given, where the drafter had them on the host.
-    host_nodes: HostNodes | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of_tensors(
+        cls,
+        indptr: npt.NDArray[np.int32],
+        tokens: torch.Tensor,
+        parents: torch.Tensor,
+        depths: torch.Tensor,
+        q: torch.Tensor | None = None,
+    ) -> DraftTree:
+        """The tree whose nodes are on the device of `tokens`; see the fields and properties of the same names."""
+        return cls(indptr, DeviceNodes(tokens, parents, depths), tokens.device, q)
+
+    @property
+    def host_nodes(self) -> HostNodes | None:
+        """The nodes if the host has them without a read."""
+        return self.nodes if isinstance(self.nodes, HostNodes) else None
+
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """[N] int64 on the device."""
+        return self._on_device(self.nodes.tokens)
+
+    @cached_property
+    def parents(self) -> torch.Tensor:
+        """[N] int64 on the device, node index in 0..N-1; a root is its own parent."""
+        return self._on_device(self.nodes.parents)
+
+    @cached_property
+    def depths(self) -> torch.Tensor:
+        """[N] int64 on the device, root 0."""
+        return self._on_device(self.nodes.depths)
+
+    def _on_device(self, values: list[int] | torch.Tensor) -> torch.Tensor:
+        return values if isinstance(values, torch.Tensor) else int64_tensor(values, self.device)
 
     @property
     def num_requests(self) -> int:
@@ -72,8 +115,8 @@ class DraftTree:
     @cached_property
     def shape(self) -> HostShape:
         """The nodes on the host but for their tokens; nothing is read back where `indptr` says it all."""
-        if self.host_nodes is not None:
-            return self.host_nodes
+        if isinstance(self.nodes, HostNodes):
+            return self.nodes
         indptr = self.indptr.tolist()
         if not self.drafts_one_at_most:
             return HostShape(indptr, self.parents.tolist(), self.depths.tolist())
@@ -83,8 +126,8 @@ class DraftTree:
     @cached_property
     def host(self) -> HostNodes:
         """The nodes on the host."""
-        if self.host_nodes is not None:
-            return self.host_nodes
+        if isinstance(self.nodes, HostNodes):
+            return self.nodes
         shape = self.shape
         return HostNodes(shape.indptr, shape.parents, shape.depths, self.tokens.tolist())
 
@@ -148,11 +191,9 @@ def tree_of(
         indptr.append(len(all_tokens))
     return DraftTree(
         indptr=np.array(indptr, dtype=np.int32),
-        tokens=int64_tensor(all_tokens, device),
-        parents=int64_tensor(all_parents, device),
-        depths=int64_tensor(depths, device),
+        nodes=HostNodes(indptr, all_parents, depths, all_tokens),
+        device=device,
         confidences=None if confidences is None else _flattened(confidences),
-        host_nodes=HostNodes(indptr, all_parents, depths, all_tokens),
     )
 
 
@@ -183,40 +224,54 @@ def single_drafts_tree(roots: list[int], drafted: Sequence[int], drafts: torch.T
         nodes = to_device(indptr[np.array(drafted)] + 1, drafts.device)
         tokens = tokens.index_copy(0, nodes, drafts)
     depths = np.arange(len(starts)) - starts
-    return DraftTree(
-        indptr=indptr.astype(np.int32),
-        tokens=tokens,
-        parents=to_device(starts, drafts.device),
-        depths=to_device(depths, drafts.device),
+    return DraftTree.of_tensors(
+        indptr.astype(np.int32), tokens, to_device(starts, drafts.device), to_device(depths, drafts.device)
     )
 
 
-def root_tree(roots: npt.NDArray[np.int64], device: torch.device | str = "cpu") -> DraftTree:
+def root_tree(roots: list[int], device: torch.device | str = "cpu") -> DraftTree:
     """R requests without drafts: roots [R] are their last known tokens."""
-    n = len(roots)
-    return DraftTree(
-        indptr=np.arange(n + 1, dtype=np.int32),
-        tokens=to_device(roots, device),
-        parents=to_device(np.arange(n), device),
-        depths=to_device(np.zeros(n, dtype=np.int64), device),
-    )
+    indptr = list(range(len(roots) + 1))
+    nodes = HostNodes(indptr, indptr[:-1], [0] * len(roots), roots)
+    return DraftTree(np.array(indptr, dtype=np.int32), nodes, device)
 
 
 def merge_trees(trees: list[DraftTree], order: list[tuple[int, int]]) -> DraftTree:
     """One tree of requests picked from several: `order[i]` = (index into trees, request of that tree)."""
-    device = trees[0].tokens.device
+    device = trees[0].device
     segments = [(t, int(trees[t].indptr[r]), int(trees[t].indptr[r + 1])) for t, r in order]
-    sizes = np.array([stop - start for _, start, stop in segments], dtype=np.int32)
-    indptr = np.zeros(len(order) + 1, dtype=np.int32)
-    np.cumsum(sizes, out=indptr[1:])
+    indptr = [0, *accumulate(stop - start for _, start, stop in segments)]
     width = next((tree.q.shape[1] for tree in trees if tree.q is not None), None)
-    q = None if width is None else torch.zeros((int(indptr[-1]), width), dtype=torch.float32, device=device)
-    tokens, parents, depths = [], [], []
-    for (t, start, stop), begin in zip(segments, indptr[:-1].tolist(), strict=True):
-        tree = trees[t]
-        tokens.append(tree.tokens[start:stop])
-        parents.append(tree.parents[start:stop] + (begin - start))
-        depths.append(tree.depths[start:stop])
-        if q is not None and tree.q is not None:
-            q[begin : begin + stop - start] = tree.q[start:stop]
-    return DraftTree(indptr, torch.cat(tokens), torch.cat(parents), torch.cat(depths), q)
+    q = None if width is None else torch.zeros((indptr[-1], width), dtype=torch.float32, device=device)
+    for (t, start, stop), begin in zip(segments, indptr, strict=False):
+        law = trees[t].q
+        if q is not None and law is not None:
+            q[begin : begin + stop - start] = law[start:stop]
+    on_host = all(tree.host_nodes is not None for tree in trees)
+    merged = _merged_on_host if on_host else _merged_on_device
+    return DraftTree(np.array(indptr, dtype=np.int32), merged(trees, segments, indptr), device, q)
+
+
+_Segment = tuple[int, int, int]  # index into trees, first node there, end
+
+
+def _merged_on_host(trees: list[DraftTree], segments: list[_Segment], indptr: list[int]) -> HostNodes:
+    tokens: list[int] = []
+    parents: list[int] = []
+    depths: list[int] = []
+    for (t, start, stop), begin in zip(segments, indptr, strict=False):
+        host = trees[t].host
+        tokens += host.tokens[start:stop]
+        parents += [parent + begin - start for parent in host.parents[start:stop]]
+        depths += host.depths[start:stop]
+    return HostNodes(indptr, parents, depths, tokens)
+
+
+def _merged_on_device(trees: list[DraftTree], segments: list[_Segment], indptr: list[int]) -> DeviceNodes:
+    parts = [
+        (tree.tokens[start:stop], tree.parents[start:stop] + (begin - start), tree.depths[start:stop])
+        for (t, start, stop), begin in zip(segments, indptr, strict=False)
+        for tree in (trees[t],)
+    ]
+    tokens, parents, depths = (torch.cat(column) for column in zip(*parts, strict=True))
+    return DeviceNodes(tokens, parents, depths)

@@ -122,7 +122,8 @@ class ModelRunner:
         order: list[tuple[int, int]] = [(0, 0)] * len(sampling)
         for method, members in by_method.items():
             if method is SpeculationMethod.DISABLED:
-                tree = root_tree(self._table.last_tokens(slots[members]), self._table.device)
+                roots = self._table.last_tokens([rows[sampling[r]].slot for r in members])
+                tree = root_tree(roots, self._table.device)
             else:
                 requests = [
                     DraftRequest(row.slot, row.num_draft_tokens)
@@ -133,7 +134,7 @@ class ModelRunner:
                 order[r] = (len(trees), position)
             trees.append(tree)
         if not trees:
-            tree = root_tree(slots, self._table.device)  # nobody samples
+            tree = root_tree([], self._table.device)  # nobody samples
         else:
             tree = trees[0] if len(trees) == 1 else merge_trees(trees, order)
         return Step(rows, self._starts(rows), sampling, slots, tree)

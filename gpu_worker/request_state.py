@@ -5,6 +5,8 @@ All of it lives on the host, in numpy: a step gathers its few inputs there and m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -92,6 +94,6 @@ class RequestTable:
         """[count] the positions first, first + 1, ... (a view; do not write to it)."""
         return self._positions[first : first + count]
 
-    def last_tokens(self, slots: Int64Array) -> Int64Array:
-        """[r] the last known token of each slot."""
-        return self.tokens[slots, self.num_tokens[slots] - 1]
+    def last_tokens(self, slots: Sequence[int]) -> list[int]:
+        """The last known token of each slot."""
+        return [int(self.tokens[slot, self.num_tokens[slot] - 1]) for slot in slots]

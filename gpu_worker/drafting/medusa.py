@@ -28,6 +28,7 @@ from gpu_worker.drafting.tree_shape import (
 )
 from gpu_worker.models.heads.medusa import MedusaHeads
 from gpu_worker.request_state import RequestTable
+from gpu_worker.row_selection import put_rows, take_rows
 from gpu_worker.sampling.sampler import Sampler
 from shared_mem.enums import SpeculationMethod
 from shared_mem.records import Admission
@@ -91,10 +92,10 @@ class MedusaDrafter:
 
     def catch_up(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
         """Keeps the hidden state that the target drew each sequence's last token from."""
-        slots = [p.slot for p in progress]
-        rows = torch.tensor([int(p.rows[-1]) for p in progress], device=hidden.normed.device)
-        self._hidden[torch.tensor(slots, device=self._hidden.device)] = hidden.normed[rows]
-        self._ready[slots] = [p.num_known > p.num_computed for p in progress]
+        last = take_rows(hidden.normed, [int(p.rows[-1]) for p in progress])
+        put_rows(self._hidden, [p.slot for p in progress], last)
+        for p in progress:
+            self._ready[p.slot] = p.num_known > p.num_computed
 
     def num_computed_after(self, progress: TargetProgress) -> int:
         """Every known token: there is no KV that could be missing."""
@@ -112,7 +113,7 @@ class MedusaDrafter:
             for r, budget in enumerate(budgets)
         ]
         return tree_of(
-            self._table.last_tokens(np.array(slots, dtype=np.int64)).tolist(),
+            self._table.last_tokens(slots),
             [nodes.tokens for nodes in drafted],
             [nodes.parents for nodes in drafted],
             self._table.device,
@@ -123,9 +124,8 @@ class MedusaDrafter:
         """By depth and request: the candidates of that depth, as many as `widths` says."""
         if not widths:
             return []
-        index = torch.tensor(slots, device=self._hidden.device)
-        states = self._heads.forward(self._hidden[index])  # [R, heads, h]
-        lengths = self._table.num_tokens[slots].tolist()
+        states = self._heads.forward(take_rows(self._hidden, slots), len(widths))  # [R, depths, h]
+        lengths = [int(self._table.num_tokens[slot]) for slot in slots]
         if not self._shared_output:
             return [
                 self._children(k, states[:, k], slots, [n + k for n in lengths], width)
@@ -133,7 +133,7 @@ class MedusaDrafter:
             ]
         # All depths in one pass over the output rows, which cost more to read than to multiply.
         depths = range(len(widths))
-        rows = states[:, : len(widths)].transpose(0, 1).flatten(0, 1)  # by depth, then request
+        rows = states.transpose(0, 1).flatten(0, 1)  # by depth, then request
         positions = [n + k for k in depths for n in lengths]
         found = self._children(0, rows, slots * len(widths), positions, max(widths))
         count = len(slots)

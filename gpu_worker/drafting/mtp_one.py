@@ -72,7 +72,7 @@ class OneTokenDrafter(HiddenStateDrafter):
             put_rows(drafts, others, to_device(np.array(tokens, dtype=np.int64), drafts.device))
             for place, law in zip(others, [] if q is None else q, strict=False):
                 laws[drafted[place]].append(law)
-        roots = self._table.last_tokens(np.array(slots, dtype=np.int64)).tolist()
+        roots = self._table.last_tokens(slots)
         return single_drafts_tree(roots, drafted, drafts).with_laws(laws)
 
     def follow(

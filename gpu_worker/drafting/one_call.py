@@ -58,6 +58,5 @@ class OneCall:
             seeds=draws.seeds,
         )
         grown = self.grow(start, self.pool)
-        roots = [int(table.tokens[slot, length - 1]) for slot, length in zip(slots, lengths, strict=True)]
         sure = [confidences(*of) for of in zip(grown.parents, grown.values, strict=True)]
-        return tree_of(roots, grown.tokens, grown.parents, table.device, sure)
+        return tree_of(table.last_tokens(slots), grown.tokens, grown.parents, table.device, sure)

@@ -90,7 +90,7 @@ def grow(
     ):
         if array is not None and (array.shape != (num_sequences,) or array.dtype != dtype):
             raise KernelError(f"{name}: {array.dtype} {list(array.shape)}, expected [{num_sequences}]")
-    most = int(arrays[3].max(initial=0))
+    most = max(arrays[3].tolist(), default=0)
     struct = TreeStruct(
         num_sequences,
         most,

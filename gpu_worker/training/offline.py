@@ -183,9 +183,10 @@ class OfflineEvaluator:
             pool.move(to_device(source, device), to_device(target, device))
 
     def _medusa_drafts(self, heads: MedusaHeads, hidden: torch.Tensor) -> torch.Tensor:
-        normed = heads.forward(hidden)  # [S, heads, h]
+        normed = heads.forward(hidden, min(self._depth, len(heads.outputs)))  # [S, heads, h]
         columns = [
-            output.argmax(normed[:, k].contiguous()) for k, output in enumerate(heads.outputs[: self._depth])
+            output.argmax(normed[:, k].contiguous())
+            for k, output in enumerate(heads.outputs[: normed.shape[1]])
         ]
         return torch.stack([self._ids(heads, column) for column in columns], dim=1)
 

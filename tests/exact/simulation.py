@@ -81,7 +81,7 @@ def regular_tree(
     for parent in parents:
         depths.append(depths[parent] + 1)
     rows = None if q is None else torch.cat([torch.zeros(m, 1, q.shape[2]), q], dim=1).view(m * (n + 1), -1)
-    return DraftTree(
+    return DraftTree.of_tensors(
         indptr=(np.arange(m + 1) * (n + 1)).astype(np.int32),
         tokens=torch.cat([torch.tensor(roots)[:, None], drafts], dim=1).flatten(),
         parents=(base + shape[None, :]).flatten(),
@@ -131,7 +131,7 @@ def uneven_chains(logits: torch.Tensor, length: int) -> Drafter:
         counts = [slot % (length + 1) for slot in slots]
         chains = chain_tree(last, [row[1 : n + 1] for row, n in zip(tokens.tolist(), counts, strict=True)])
         kept = torch.cat([q[r, : n + 1] for r, n in enumerate(counts)])
-        return DraftTree(chains.indptr, chains.tokens, chains.parents, chains.depths, kept)
+        return DraftTree.of_tensors(chains.indptr, chains.tokens, chains.parents, chains.depths, kept)
 
     return draft
 
@@ -141,7 +141,7 @@ def point_mass_chain(sampler: Sampler, slots: list[int], last: list[int], num_to
     tree = lookup_chain(sampler, slots, last, num_tokens)
     q = torch.nn.functional.one_hot(tree.tokens, VOCABULARY).float()
     q[tree.depths == 0] = 0.0
-    return DraftTree(tree.indptr, tree.tokens, tree.parents, tree.depths, q)
+    return DraftTree.of_tensors(tree.indptr, tree.tokens, tree.parents, tree.depths, q)
 
 
 def lookup_chain(sampler: Sampler, slots: list[int], last: list[int], num_tokens: list[int]) -> DraftTree:

@@ -40,7 +40,7 @@ class TablePart:
     def propose(self, requests: Sequence[DraftRequest]) -> DraftTree:
         slots = [request.slot for request in requests]
         lengths = self._table.num_tokens[slots].tolist()
-        roots = self._table.last_tokens(np.array(slots)).tolist()
+        roots = self._table.last_tokens(slots)
         tree = self._drafter(self._sampler, slots, roots, lengths)
         size = int(tree.indptr[1]) - 1
         budgets = [min(request.num_draft_tokens, size) for request in requests]

@@ -119,7 +119,7 @@ class ScriptedDrafter:
                 depths.append(depth)
                 parent = len(tokens) - 1
             indptr.append(len(tokens))
-        return DraftTree(
+        return DraftTree.of_tensors(
             np.array(indptr, dtype=np.int32),
             torch.tensor(tokens),
             torch.tensor(parents),

@@ -32,8 +32,8 @@ class MedusaHeads(Protocol):
     dtype: torch.dtype  # of what they read and give
     device: torch.device
 
-    def forward(self, normed: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states [M, h] -> what each head's output reads, [M, heads, h]."""
+    def forward(self, normed: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """The target's hidden states [M, h] -> what the outputs of the first num_heads read, [M, num_heads, h]."""
         ...
 
 
@@ -63,10 +63,10 @@ class TorchMedusaHeads:
             self.outputs = [target.output_head(ids)] * config.num_medusa_heads
 
     @torch.inference_mode()
-    def forward(self, normed: torch.Tensor) -> torch.Tensor:
+    def forward(self, normed: torch.Tensor, num_heads: int) -> torch.Tensor:
         """See MedusaHeads.forward."""
         states = []
-        for blocks in self._blocks:
+        for blocks in self._blocks[:num_heads]:
             x = normed
             for block in blocks:
                 x = x + F.silu(block(x))
@@ -90,8 +90,10 @@ class NativeMedusaHeads:
         self._kernels = target.kernels
         self._format = FLOAT_FORMATS[target.precision]
         heads = range(config.num_medusa_heads)
-        # The first blocks read the same rows and are one linear; later ones read each head's own.
+        # The first blocks read the same rows and are one linear; later ones read each head's own. A chain of one draft
+        # needs but the first head, which therefore is there once more.
         self._first = self._packed([f"medusa.{k}.blocks.0" for k in heads], tensors)
+        self._first_alone = self._packed(["medusa.0.blocks.0"], tensors)
         self._later = [
             [self._packed([f"medusa.{k}.blocks.{i}"], tensors) for i in range(1, config.num_medusa_layers)]
             for k in heads
@@ -105,10 +107,11 @@ class NativeMedusaHeads:
         else:
             self.outputs = [target.output_head(self.token_ids)] * config.num_medusa_heads
 
-    def forward(self, normed: torch.Tensor) -> torch.Tensor:
+    def forward(self, normed: torch.Tensor, num_heads: int) -> torch.Tensor:
         """See MedusaHeads.forward. A row's bits do not depend on the other rows."""
-        states = residual_blocks(self._first, self._team, normed.contiguous(), self._group)
-        for k, blocks in enumerate(self._later):
+        first = self._first_alone if num_heads == 1 else self._first
+        states = residual_blocks(first, self._team, normed.contiguous(), self._group)[:, :num_heads]
+        for k, blocks in enumerate(self._later[:num_heads]):
             for block in blocks:
                 x = states[:, k].contiguous()
                 states[:, k] = residual_blocks(block, self._team, x, self._group)[:, 0]

@@ -45,7 +45,7 @@ def _heads(*, shared: bool, vocabulary: int = _VOCABULARY) -> tuple[Any, torch.T
         token_ids=None,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        forward=lambda normed: normed[:, None] * scales,
+        forward=lambda normed, num_heads: normed[:, None] * scales[:, :num_heads],
     )
     return heads, weights
 
@@ -82,7 +82,8 @@ def _proposal(
     drafter.admit(admission)
     drafter._hidden[0], drafter._ready[0] = torch.randn(_HIDDEN) / 3, True
     proposed = drafter.propose([DraftRequest(0, budget)])
-    return proposed, torch.log_softmax(heads.forward(drafter._hidden[:1])[0] @ weights.T, dim=-1)
+    states = heads.forward(drafter._hidden[:1], len(heads.outputs))
+    return proposed, torch.log_softmax(states[0] @ weights.T, dim=-1)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -178,7 +178,7 @@ def test_medusa_computes_its_authors_formula(num_blocks: int, target: CausalLM, 
     checkpoint = load_head(str(tmp_path), target.config)
     medusa = build_medusa(checkpoint.config, checkpoint.tensors, target)
     hidden, _ = forward_whole(target, IDS)
-    states = medusa.forward(hidden)
+    states = medusa.forward(hidden, len(medusa.outputs))
     for k in range(3):
         x = hidden
         for i in range(num_blocks):
