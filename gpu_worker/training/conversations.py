@@ -14,7 +14,10 @@ from gpu_worker.errors import ModelError
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """One training text. answers: [start, stop) index pairs of token_ids, what the target wrote as an answer."""
+    """One training text. answers: [start, stop) index pairs of token_ids, what the target wrote as an answer.
+
+    Where a passage in the prompt is to be learnt too, it is a span of its own, right before that of the answer.
+    """
 
     token_ids: tuple[int, ...]
     answers: tuple[tuple[int, int], ...]
@@ -24,6 +27,16 @@ class Conversation(msgspec.Struct, frozen=True):
     def token_array(self) -> npt.NDArray[np.int32]:
         """[T], as feature shards hold them."""
         return np.array(self.token_ids, dtype=np.int32)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens before the first answer, a learnt passage included."""
+        start, stop = self.answers[0]
+        for following, end in self.answers[1:]:
+            if following != stop:
+                break
+            start, stop = following, end
+        return start
 
     @property
     def num_answer_tokens(self) -> int:

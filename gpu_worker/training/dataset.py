@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.training.batches import DraftVocabulary, TrainingBatch, collate
+from gpu_worker.training.eagle_from_mtp import InputSizes
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.features import FeatureMeta, FeatureShard
 
@@ -81,6 +82,16 @@ class FeatureDataset:
             squares += captured[1:].float().square().sum(0)
             count += len(captured) - 1
         return (squares / max(1, count)).sqrt().clamp_min(1e-4)
+
+    def input_sizes(self, embedding: torch.Tensor, conversations: int = 64) -> InputSizes:
+        """Mean root mean squares of the tokens' rows of embedding [V, h] and of the target's hidden states."""
+        embedded, hidden = [], []
+        for item in self.training[:conversations]:
+            read = self._shards[item.shard].read(item.index, hidden=True, captured=False)
+            assert read.hidden is not None
+            embedded.append(embedding[read.token_ids].float().square().mean(1).sqrt())
+            hidden.append(read.hidden.float().square().mean(1).sqrt())
+        return InputSizes(float(torch.cat(embedded).mean()), float(torch.cat(hidden).mean()))
 
     def epoch(self, number: int, seed: int, rows_per_batch: int) -> list[list[Item]]:
         """The batches of one pass over the training conversations, shuffled."""

@@ -23,6 +23,11 @@ class AnsweredTurn:
 
 
 _CONTINUE = ("Continue this text.\n\n{text}", "How does this text go on?\n\n{text}", "{text}")
+_WRITE = (
+    'Write a text that begins with "{first}"',
+    "How would a text go on that begins like this: {first}",
+    "{first} ... What comes next? Write it all down.",
+)
 _COPY = (
     "Copy this text.\n\n{text}",
     "{text}\n\nGive the text above back, word for word.",
@@ -51,7 +56,11 @@ _NEW_NAMES = ("result", "current", "total", "entries", "handle", "value", "name"
 
 def answered_turn(passage: Passage, rng: random.Random) -> AnsweredTurn | None:
     """A turn and its answer; the same rng gives the same. None where the passage does not suit the task drawn."""
-    tasks = (_finished, _renamed) if passage.kind else (_continued, _copied, _summed_up, _quoted, _named)
+    tasks = (
+        (_finished, _renamed)
+        if passage.kind
+        else (_continued, _written, _copied, _summed_up, _quoted, _named)
+    )
     return rng.choice(tasks)(passage, rng)
 
 
@@ -62,6 +71,13 @@ def _continued(passage: Passage, rng: random.Random) -> AnsweredTurn | None:
     cut = rng.randint(4, len(words) // 2)
     first, rest = " ".join(words[:cut]), " ".join(words[cut:])
     return AnsweredTurn(rng.choice(_CONTINUE).format(text=first), rest)
+
+
+def _written(passage: Passage, rng: random.Random) -> AnsweredTurn | None:
+    words = passage.text.split()
+    if len(words) < 24:
+        return None
+    return AnsweredTurn(rng.choice(_WRITE).format(first=" ".join(words[: rng.randint(3, 8)])), passage.text)
 
 
 def _copied(passage: Passage, rng: random.Random) -> AnsweredTurn | None:

@@ -108,7 +108,7 @@ class Extractor:
         for conversation in read_shard(path):
             if not conversation.answers or len(conversation.token_ids) > limit:
                 continue
-            prompt = np.array(conversation.token_ids[: conversation.answers[0][0]], dtype=np.int32)
+            prompt = conversation.token_array[: conversation.num_prompt_tokens]
             digest = hashlib.blake2b(prompt.tobytes(), digest_size=16).digest()
             if digest not in seen:
                 seen.add(digest)

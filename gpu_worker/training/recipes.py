@@ -76,6 +76,7 @@ def recipe(
     if start is None:
         config = head_config(choices, target, dataset.meta.feature_layers)
     else:
+        start = start.as_kind(kind, lambda: dataset.input_sizes(target.embedding))
         config = start.training_config(len(draft_ids), num_layers)
     head = new_head(config, target, draft_ids, seed)
     if isinstance(head, DecoderHead) and config.feature_layers:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from gpu_worker.config import LayerIdsName
 from gpu_worker.models.config import ModelConfig
-from gpu_worker.models.heads.config import HeadConfig
+from gpu_worker.models.heads.config import HeadConfig, HeadKind
 from gpu_worker.models.heads.tensors import DRAFT_IDS
+from gpu_worker.training.eagle_from_mtp import InputSizes, eagle_from_mtp
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.frozen_target import FrozenTarget
 from gpu_worker.training.modules.decoder_head import DecoderHead
@@ -20,7 +22,7 @@ from gpu_worker.weights.head_checkpoint import load_head
 
 @dataclass(frozen=True)
 class StartingHead:
-    """Any layout that the service loads; a head of the same kind for the same target."""
+    """Any layout that the service loads; a head of the same kind for the same target, or an MTP head for EAGLE."""
 
     config: HeadConfig
     tensors: dict[str, torch.Tensor]
@@ -40,7 +42,8 @@ class StartingHead:
         """
         checkpoint = load_head(spec, target, layer_ids_name)
         config = checkpoint.config
-        if config.kind != kind:
+        becomes_eagle = config.kind is HeadKind.MTP and kind == HeadKind.EAGLE.value
+        if config.kind != kind and not becomes_eagle:
             raise TrainingError(f"{spec}: kind is {config.kind.value}, the one to train is {kind}")
         if config.feature_layers and config.feature_layers != feature_layers:
             raise TrainingError(
@@ -52,6 +55,12 @@ class StartingHead:
                 f"{spec}: target_hidden is {config.target_hidden!r}, features are extracted behind the final norm"
             )
         return cls(config, checkpoint.tensors)
+
+    def as_kind(self, kind: str, sizes: Callable[[], InputSizes]) -> StartingHead:
+        """The head as one of `kind`, which `load` was asked for; `sizes` measures what it reads, if that matters."""
+        if self.config.kind == kind:
+            return self
+        return StartingHead(*eagle_from_mtp(self.config, self.tensors, sizes()))
 
     def training_config(self, draft_vocab_size: int, num_layers: int = 0) -> HeadConfig:
         """The head's own form, with that many draft ids, nothing measured yet, and slot 0 as training has it.

@@ -23,6 +23,7 @@ class SynthesisSettings:
     quoting_share: float = 0.15  # are followed by one that quotes their answer
     document_share: float = 0.5  # of all conversations are about documents, where there are any
     answered_share: float = 0.0  # of those have an answer that the document gives (document_answers.py)
+    learn_passages: bool = False  # of those the prompts, which hold the passage, count as part of the answer
     prompt_temperature: float = 0.8  # at 1 a small model's prompts fall apart
     answer_temperature: float = 1.0  # of the answers that are sampled
     top_k: int = 100  # noise for the whole vocabulary would cost more than the model's own step

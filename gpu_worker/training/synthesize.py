@@ -167,6 +167,8 @@ class Synthesizer:
             return False
         draft.token_ids, start = found
         draft.answers, draft.greedy = [(start, len(draft.token_ids))], False
+        if self._settings.learn_passages:
+            draft.answers.insert(0, (len(self._chat.open_user_turn([])), start))
         self._finish(shard, draft)
         return True
 

@@ -44,6 +44,10 @@ def synthesize(
             min=0, max=1, help="Share of those whose answer is taken from the document: costs nothing."
         ),
     ] = 0,
+    learn_passages: Annotated[
+        bool,
+        typer.Option(help="Their prompts count as answers too: more to learn from for the same extraction."),
+    ] = False,
     max_passage_chars: Annotated[
         int, typer.Option(min=200, help="Length of a document's longest passages: what prompts cost.")
     ] = MAX_PASSAGE_CHARS,
@@ -83,6 +87,7 @@ def synthesize(
         quoting_share=quoting,
         document_share=document_share,
         answered_share=answered_share,
+        learn_passages=learn_passages,
     )
     context = settings.max_context_tokens
     num_pages = batch * -(-(context + 1) // _PAGE_SIZE)

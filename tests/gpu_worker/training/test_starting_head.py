@@ -124,6 +124,48 @@ def test_a_tensor_that_is_missing_elsewhere_is_not_made_up(frozen: FrozenTarget,
         start.copy_into(head, vocabulary.ids, frozen)
 
 
+def test_an_eagle_head_starts_as_an_mtp_head_whose_norms_are_folded(
+    frozen: FrozenTarget, features_dir: Path, tmp_path: Path
+) -> None:
+    dataset = _dataset(HeadKind.EAGLE, features_dir)
+    module, vocabulary = draft_objective(HeadKind.MTP, frozen, vocabulary=_FEW, num_layers=2)
+    with torch.no_grad():
+        for parameter in module.head.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.manual_seed(5)))
+    export_head(tmp_path, module.head, module.head.config, vocabulary.ids, "", torch.float32)
+    mtp = StartingHead.load(str(tmp_path), "eagle", frozen.config, (0, 1))
+    sizes = dataset.input_sizes(frozen.embedding)
+    start = mtp.as_kind("eagle", lambda: sizes)
+    config = start.training_config(_FEW)
+    assert (config.kind, config.num_layers, config.norms_inputs) == (HeadKind.EAGLE, 2, False)
+    head = new_head(config, frozen, vocabulary.ids, seed=9)
+    start.copy_into(head, vocabulary.ids, frozen)
+    assert isinstance(head, DecoderHead)
+    assert isinstance(module.head, DecoderHead)
+    # Inputs of just those sizes: then a norm is a multiplication, and both heads are one function.
+    width = frozen.config.hidden_size
+    inputs = torch.randn(2, 5, width, generator=torch.manual_seed(7))
+    inputs /= inputs.square().mean(-1, keepdim=True).sqrt()
+    embedded, hidden = inputs[0] * sizes.embedding, inputs[1] * sizes.hidden
+    old, new = module.head, head
+    assert old.embedding_norm is not None
+    assert old.feature_norm is not None
+    assert old.combine is not None
+    assert new.combine is not None
+    sides = [old.embedding_norm(embedded), old.feature_norm(hidden)]
+    plain = [embedded, hidden]
+    if not config.embedding_first:
+        sides, plain = sides[::-1], plain[::-1]
+    expected = old.combine(torch.cat(sides, -1))
+    assert expected.std() > 0.1
+    # The norms' epsilon, which counts beside the tiny embeddings, is all that is missing.
+    torch.testing.assert_close(new.combine(torch.cat(plain, -1)), expected, rtol=0.02, atol=0.01)
+    # Other tokens differ a little: the drafts hardly do.
+    before = _sums(module.head, dataset, vocabulary.ids, frozen)
+    after = _sums(head, dataset, vocabulary.ids, frozen)
+    torch.testing.assert_close(after[:, 1] / after[:, 0], before[:, 1] / before[:, 0], rtol=0.1, atol=0.1)
+
+
 def test_layers_are_never_taken_away(frozen: FrozenTarget, tmp_path: Path) -> None:
     module, vocabulary = draft_objective(HeadKind.MTP, frozen, num_layers=2)
     export_head(tmp_path, module.head, module.head.config, vocabulary.ids, "", torch.float32)
