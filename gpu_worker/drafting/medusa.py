@@ -124,7 +124,16 @@ class MedusaDrafter:
         """By depth and request: the candidates of that depth, as many as `widths` says."""
         if not widths:
             return []
-        states = self._heads.forward(take_rows(self._hidden, slots), len(widths))  # [R, depths, h]
+        hidden = take_rows(self._hidden, slots)
+        if self._choices[0].takes_best(slots):
+            found = self._heads.candidates(hidden, len(widths), max(widths))
+            if found is not None:
+                pairs = [
+                    [list(zip(*of, strict=True)) for of in zip(*of_row, strict=True)]
+                    for of_row in zip(*found, strict=True)
+                ]
+                return [[of_row[k][:width] for of_row in pairs] for k, width in enumerate(widths)]
+        states = self._heads.forward(hidden, len(widths))  # [R, depths, h]
         lengths = [int(self._table.num_tokens[slot]) for slot in slots]
         if not self._shared_output:
             return [
@@ -135,10 +144,10 @@ class MedusaDrafter:
         depths = range(len(widths))
         rows = states.transpose(0, 1).flatten(0, 1)  # by depth, then request
         positions = [n + k for k in depths for n in lengths]
-        found = self._children(0, rows, slots * len(widths), positions, max(widths))
+        of_all = self._children(0, rows, slots * len(widths), positions, max(widths))
         count = len(slots)
         return [
-            [best[:width] for best in found[k * count : (k + 1) * count]] for k, width in enumerate(widths)
+            [best[:width] for best in of_all[k * count : (k + 1) * count]] for k, width in enumerate(widths)
         ]
 
     def _children(

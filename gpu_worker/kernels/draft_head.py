@@ -151,29 +151,3 @@ class NativeDraftHead:
     ) -> GrownTrees:
         """See draft_trees.grow."""
         return grow(self._kernels, self._handle, start, pool, team, lm_head, target_ids)
-
-
-def residual_blocks(
-    linear: PackedLinear, team: ThreadTeam, x: torch.Tensor, activation_group: int = 32
-) -> torch.Tensor:
-    """Medusa's residual blocks (arXiv 2401.10774, section 2.1): x + SiLU(W x + b), of several heads in one call.
-
-    linear holds the heads' W [h, h], one below the other, with their biases: [n * h, h]. x [M, h] float32 gives
-    [M, n, h]. A row's bits do not depend on the other rows, which torch's SiLU does not promise.
-
-    Raises KernelError unless linear's out_features are a multiple of its in_features.
-    """
-    rows, h = len(x), linear.in_features
-    address = pointer("x", x, torch.float32, (rows, h))
-    out = torch.empty(rows, linear.out_features)
-    linear.kernels.call(
-        "dl_linear_residual_blocks",
-        linear.handle.address,
-        team.handle.address,
-        int(linear.kernels.isa),
-        activation_group,
-        address,
-        rows,
-        out.data_ptr(),
-    )
-    return out.view(rows, -1, h)

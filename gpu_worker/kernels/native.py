@@ -18,7 +18,7 @@ import torch
 
 from gpu_worker.errors import WorkerError
 
-_ABI_VERSION = 7
+_ABI_VERSION = 8
 _LIBRARY = Path(__file__).parent / "cpu" / "libdraftline_cpu.so"
 
 
@@ -171,6 +171,10 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "dl_linear_argmax": (_STATUS, (*_PRODUCT, _ARRAY)),
     "dl_linear_topk": (_STATUS, (*_PRODUCT, c_int32, _ARRAY, _ARRAY, _ARRAY)),
     "dl_linear_residual_blocks": (_STATUS, (*_PRODUCT, _ARRAY)),
+    "dl_medusa_candidates": (
+        _STATUS,
+        (_HANDLE, *_PRODUCT, c_int32, c_int32, _ARRAY, _ARRAY, _ARRAY),
+    ),
     "dl_gumbel_topk": (_STATUS, (_HANDLE, _ARRAY, _ARRAY, _ARRAY, c_int64, c_int64, c_int32, _ARRAY, _ARRAY)),
     "dl_pool_create": (_HANDLE, (c_int64, c_int64, c_int64, c_int64)),
     "dl_pool_destroy": (None, (_HANDLE,)),

@@ -16,12 +16,13 @@ from gpu_worker.draft_tree import DraftTree
 from gpu_worker.drafting.base import DraftRequest
 from gpu_worker.drafting.draft_model import DraftModelDrafter
 from gpu_worker.drafting.hidden_state import HiddenStateDrafter
+from gpu_worker.drafting.medusa import MedusaDrafter
 from gpu_worker.drafting.tree_growth import CHAINS, TreeShape
 from gpu_worker.models.base import CausalLM
 from shared_mem.enums import SpeculationMethod
 from tests.exact.drafted_engines import METHOD_OF_HEAD
 from tests.harness.engine import GREEDY, InProcessEngine
-from tests.harness.tiny_heads import tiny_head
+from tests.harness.tiny_heads import tiny_head, tiny_medusa
 
 KINDS = ("eagle-full", "eagle3", "eagle3-normed", "mtp", "draft-model", "draft-model-of-some-ids")
 
@@ -104,3 +105,33 @@ def test_both_ways_give_the_same_drafts(
     else:
         assert max(seen) > budget
     assert len(seen) > 12
+
+
+@pytest.mark.parametrize("shape", [CHAINS, TreeShape(max_depth=3)], ids=["chain", "tree"])
+def test_medusa_drafts_the_same_in_one_call(
+    shape: TreeShape, native_model: CausalLM, prompts: list[list[int]]
+) -> None:
+    """A few requests at once, of different lengths."""
+    engine = InProcessEngine(native_model, medusa=tiny_medusa(native_model), tree=shape, num_draft_tokens=5)
+    drafter = engine.drafters[SpeculationMethod.MEDUSA]
+    assert isinstance(drafter, MedusaDrafter)
+    heads, propose, seen = drafter._heads, drafter.propose, []
+
+    def both(requests: Sequence[DraftRequest]) -> DraftTree:
+        at_once = propose(requests)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(heads, "candidates", lambda *_: None)
+            in_steps = propose(requests)
+        assert at_once.host == in_steps.host
+        assert at_once.confidences is not None
+        assert in_steps.confidences is not None
+        assert at_once.confidences.tolist() == in_steps.confidences.tolist()
+        assert heads.candidates(drafter._hidden[:1], 1, 2) is not None
+        seen.append(at_once.num_nodes - at_once.num_requests)
+        return at_once
+
+    drafter.propose = both  # type: ignore[method-assign]
+    for prompt in prompts[:3]:
+        engine.submit(prompt, max_tokens=12, sampling=GREEDY)
+    engine.run()
+    assert max(seen) >= 9

@@ -9,6 +9,7 @@
 #include "error.hpp"
 #include "head.hpp"
 #include "kv_pool.hpp"
+#include "medusa.hpp"
 #include "model.hpp"
 #include "residual_block.hpp"
 #include "team.hpp"
@@ -116,6 +117,14 @@ int32_t dl_linear_topk(const DlLinear* linear, DlTeam* team, int32_t isa, int32_
 int32_t dl_linear_residual_blocks(const DlLinear* linear, DlTeam* team, int32_t isa, int32_t activation_group,
                                   const float* x, int64_t rows, float* out) {
   return guarded([&] { dl::run_residual_blocks(*linear, team->team, kernels(isa), activation_group, x, rows, out); });
+}
+int32_t dl_medusa_candidates(const DlLinear* blocks, const DlLinear* lm_head, DlTeam* team, int32_t isa,
+                             int32_t activation_group, const float* x, int64_t rows, int32_t heads, int32_t count,
+                             const int64_t* target_ids, int64_t* ids, float* log_probabilities) {
+  return guarded([&] {
+    dl::run_medusa(*blocks, *lm_head, team->team, kernels(isa), activation_group, x, rows, heads, count, target_ids, ids,
+                   log_probabilities);
+  });
 }
 
 int32_t dl_gumbel_topk(DlTeam* team, const float* weights, const int64_t* ids, const int64_t* keys, int64_t rows,

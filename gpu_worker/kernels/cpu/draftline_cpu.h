@@ -8,7 +8,7 @@
 #define DL_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change to a struct or signature below; the loader refuses a library with another number.
-constexpr int32_t kDlAbiVersion = 7;
+constexpr int32_t kDlAbiVersion = 8;
 
 typedef struct DlTeam DlTeam;
 typedef struct DlLinear DlLinear;
@@ -158,6 +158,12 @@ DL_API int32_t dl_linear_topk(const DlLinear* linear, DlTeam* team, int32_t isa,
 // out[rows, n / k, k] = x + silu(x times the weights, plus bias): residual blocks side by side, n a multiple of k.
 DL_API int32_t dl_linear_residual_blocks(const DlLinear* linear, DlTeam* team, int32_t isa, int32_t activation_group,
                                          const float* x, int64_t rows, float* out);
+// What Medusa drafts: the residual blocks of `blocks` over x[rows, k], then for the first `heads` of them the `count`
+// <= 64 largest outputs of lm_head, descending, as ids (target_ids[column]; null: the column) and log-probabilities, each
+// [rows, heads, count].
+DL_API int32_t dl_medusa_candidates(const DlLinear* blocks, const DlLinear* lm_head, DlTeam* team, int32_t isa,
+                                    int32_t activation_group, const float* x, int64_t rows, int32_t heads, int32_t count,
+                                    const int64_t* target_ids, int64_t* ids, float* log_probabilities);
 
 // The count <= 64 columns of each row with the largest weights[rows, n] + Gumbel noise of (keys[rows], id), descending,
 // and those sums. ids[rows, n], or null: a column's number is its id. The noise is gpu_worker/sampling/random.py's.

@@ -54,7 +54,7 @@ class TopK {
         strips_(ceil_div(head.n, kStripColumns)),
         threads_(static_cast<size_t>(team.size())),
         best_(static_cast<size_t>(team.size() * rows), Best(k)),
-        scratch_(static_cast<size_t>(team.size() * kStripRows * kStripColumns)) {
+        scratch_(threads_ * static_cast<size_t>(std::min(rows, kStripRows) * kStripColumns)) {
     if (with_lse) sums_.resize(static_cast<size_t>(rows * strips_));
   }
 
@@ -64,7 +64,7 @@ class TopK {
     const WeightView view = head_.view();
     const int64_t block0 = strip * kStripBlocks, block1 = std::min(block0 + kStripBlocks, head_.blocks);
     const int64_t columns = std::min(kStripColumns, head_.n - strip * kStripColumns);
-    float* out = scratch_.data() + thread * kStripRows * kStripColumns;
+    float* out = scratch_.data() + thread * std::min(rows_, kStripRows) * kStripColumns;
     for (int64_t row0 = 0; row0 < rows_; row0 += kStripRows) {
       const int64_t count = std::min(kStripRows, rows_ - row0);
       kernels_.linear(view, block0, block1, x, row0, count, nullptr, out, kStripColumns);

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from gpu_worker.kernels.draft_head import residual_blocks
 from gpu_worker.kernels.linear import PackedLinear
+from gpu_worker.kernels.medusa import medusa_candidates, residual_blocks
 from gpu_worker.layers.linear import AnyLinear, make_linear
 from gpu_worker.layers.output_head import TorchOutputHead
 from gpu_worker.models.base import CausalLM, OutputHead
@@ -21,6 +21,9 @@ from gpu_worker.models.heads.packing import pack_linear
 from gpu_worker.models.heads.tensors import DRAFT_IDS
 from gpu_worker.models.llama.model import LlamaForCausalLM
 from gpu_worker.models.native import FLOAT_FORMATS, NativeCausalLM, NativeOutputHead
+
+# By row, head and rank: target ids and their log-probabilities.
+Candidates = tuple[list[list[list[int]]], list[list[list[float]]]]
 
 
 class MedusaHeads(Protocol):
@@ -34,6 +37,13 @@ class MedusaHeads(Protocol):
 
     def forward(self, normed: torch.Tensor, num_heads: int) -> torch.Tensor:
         """The target's hidden states [M, h] -> what the outputs of the first num_heads read, [M, num_heads, h]."""
+        ...
+
+    def candidates(self, normed: torch.Tensor, num_heads: int, count: int) -> Candidates | None:
+        """For each row of `normed` and each of the first num_heads heads, the likeliest `count` draft ids, best first.
+
+        None where that is not one call of the kernels.
+        """
         ...
 
 
@@ -73,6 +83,10 @@ class TorchMedusaHeads:
             states.append(x)
         return torch.stack(states, dim=1)
 
+    def candidates(self, normed: torch.Tensor, num_heads: int, count: int) -> Candidates | None:
+        """See MedusaHeads.candidates."""
+        return None
+
 
 class NativeMedusaHeads:
     """Implements MedusaHeads on the CPU kernels: every head's blocks of one depth in one call."""
@@ -99,13 +113,15 @@ class NativeMedusaHeads:
             for k in heads
         ]
         self.token_ids = tensors.get(DRAFT_IDS)
-        if config.own_lm_head:
-            self.outputs: list[OutputHead] = [
+        self._shared = None if config.own_lm_head else target.output_head(self.token_ids)
+        self.outputs: list[OutputHead]
+        if self._shared is None:
+            self.outputs = [
                 NativeOutputHead(self._packed([f"medusa.{k}.lm_head"], tensors), self._team, self._group)
                 for k in heads
             ]
         else:
-            self.outputs = [target.output_head(self.token_ids)] * config.num_medusa_heads
+            self.outputs = [self._shared] * config.num_medusa_heads
 
     def forward(self, normed: torch.Tensor, num_heads: int) -> torch.Tensor:
         """See MedusaHeads.forward. A row's bits do not depend on the other rows."""
@@ -116,6 +132,22 @@ class NativeMedusaHeads:
                 x = states[:, k].contiguous()
                 states[:, k] = residual_blocks(block, self._team, x, self._group)[:, 0]
         return states
+
+    def candidates(self, normed: torch.Tensor, num_heads: int, count: int) -> Candidates | None:
+        """See MedusaHeads.candidates."""
+        if self._shared is None or any(self._later):
+            return None
+        ids, values = medusa_candidates(
+            self._first_alone if num_heads == 1 else self._first,
+            self._shared.linear,
+            self._team,
+            normed.contiguous(),
+            num_heads,
+            min(count, self._shared.num_columns),
+            self.token_ids,
+            self._group,
+        )
+        return ids.tolist(), values.tolist()
 
     def _packed(self, names: list[str], tensors: Mapping[str, torch.Tensor]) -> PackedLinear:
         return pack_linear(self._kernels, self._format, tensors, names)

@@ -45,6 +45,7 @@ def _heads(*, shared: bool, vocabulary: int = _VOCABULARY) -> tuple[Any, torch.T
         token_ids=None,
         dtype=torch.float32,
         device=torch.device("cpu"),
+        candidates=lambda *_: None,
         forward=lambda normed, num_heads: normed[:, None] * scales[:, :num_heads],
     )
     return heads, weights
