@@ -90,7 +90,7 @@ def grow(
     ):
         if array is not None and (array.shape != (num_sequences,) or array.dtype != dtype):
             raise KernelError(f"{name}: {array.dtype} {list(array.shape)}, expected [{num_sequences}]")
-    most = max(0, *arrays[3].tolist())  # a negative one is for C to refuse
+    most = max([0, *arrays[3].tolist()])  # a negative one is for C to refuse
     struct = TreeStruct(
         num_sequences,
         most,
