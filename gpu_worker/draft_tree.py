@@ -268,10 +268,12 @@ def _merged_on_host(trees: list[DraftTree], segments: list[_Segment], indptr: li
 
 
 def _merged_on_device(trees: list[DraftTree], segments: list[_Segment], indptr: list[int]) -> DeviceNodes:
-    parts = [
-        (tree.tokens[start:stop], tree.parents[start:stop] + (begin - start), tree.depths[start:stop])
-        for (t, start, stop), begin in zip(segments, indptr, strict=False)
-        for tree in (trees[t],)
-    ]
-    tokens, parents, depths = (torch.cat(column) for column in zip(*parts, strict=True))
-    return DeviceNodes(tokens, parents, depths)
+    tokens: list[torch.Tensor] = []
+    parents: list[torch.Tensor] = []
+    depths: list[torch.Tensor] = []
+    for (t, start, stop), begin in zip(segments, indptr, strict=False):
+        tree = trees[t]
+        tokens.append(tree.tokens[start:stop])
+        parents.append(tree.parents[start:stop] + (begin - start))
+        depths.append(tree.depths[start:stop])
+    return DeviceNodes(torch.cat(tokens), torch.cat(parents), torch.cat(depths))

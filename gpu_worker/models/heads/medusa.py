@@ -125,7 +125,7 @@ class NativeMedusaHeads:
 
     def forward(self, normed: torch.Tensor, num_heads: int) -> torch.Tensor:
         """See MedusaHeads.forward. A row's bits do not depend on the other rows."""
-        first = self._first_alone if num_heads == 1 else self._first
+        first = self._first_blocks(num_heads)
         states = residual_blocks(first, self._team, normed.contiguous(), self._group)[:, :num_heads]
         for k, blocks in enumerate(self._later[:num_heads]):
             for block in blocks:
@@ -138,7 +138,7 @@ class NativeMedusaHeads:
         if self._shared is None or any(self._later):
             return None
         ids, values = medusa_candidates(
-            self._first_alone if num_heads == 1 else self._first,
+            self._first_blocks(num_heads),
             self._shared.linear,
             self._team,
             normed.contiguous(),
@@ -148,6 +148,10 @@ class NativeMedusaHeads:
             self._group,
         )
         return ids.tolist(), values.tolist()
+
+    def _first_blocks(self, num_heads: int) -> PackedLinear:
+        """Those of at least the first num_heads heads."""
+        return self._first_alone if num_heads == 1 else self._first
 
     def _packed(self, names: list[str], tensors: Mapping[str, torch.Tensor]) -> PackedLinear:
         return pack_linear(self._kernels, self._format, tensors, names)

@@ -71,7 +71,7 @@ def evaluate(
     del loaded
     results: dict[str, OfflineAcceptance | ServedAcceptance] = {"offline chain": offline}
     if served:
-        prompts = [c.token_ids[: c.answers[0][0]] for c in chosen]
+        prompts = [c.token_ids[: c.num_prompt_tokens] for c in chosen]
         for name, amount, levels in (("chain", tokens, None), ("tree", nodes, depth)):
             if not amount:
                 continue
