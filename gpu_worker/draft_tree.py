@@ -13,6 +13,8 @@ import torch
 
 from gpu_worker.transfers import to_device
 
+MAX_NODES = 64  # of one tree behind its root, and so candidates of one node: the kernels' top-k gives no more
+
 
 @dataclass(frozen=True)
 class HostShape:

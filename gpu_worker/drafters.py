@@ -10,6 +10,7 @@ import torch
 
 from gpu_worker.attention.cpu import CPUAttention
 from gpu_worker.config import WorkerConfig
+from gpu_worker.draft_tree import MAX_NODES
 from gpu_worker.drafting.base import Drafter
 from gpu_worker.drafting.draft_model import DraftModelDrafter
 from gpu_worker.drafting.hidden_state import HiddenStateDrafter
@@ -19,7 +20,7 @@ from gpu_worker.drafting.ngram import NgramDrafter
 from gpu_worker.drafting.portfolio import PortfolioDrafter
 from gpu_worker.drafting.suffix_store import SuffixStore
 from gpu_worker.drafting.tree_growth import CHAINS, TreeShape
-from gpu_worker.drafting.tree_shape import MAX_NODES, assumed_hit_rates, build_product_tree
+from gpu_worker.drafting.tree_shape import assumed_hit_rates, build_product_tree
 from gpu_worker.errors import ModelError
 from gpu_worker.kernels.native import ThreadTeam
 from gpu_worker.models.base import CausalLM

@@ -15,12 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from gpu_worker.draft_tree import DraftTree, tree_of
+from gpu_worker.draft_tree import MAX_NODES, DraftTree, tree_of
 from gpu_worker.drafting.base import DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.choice import ChoiceOfDrafts
 from gpu_worker.drafting.tree_growth import best_first, confidences
 from gpu_worker.drafting.tree_shape import (
-    MAX_NODES,
     ProductTree,
     assumed_hit_rates,
     build_product_tree,

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 
 from gpu_worker.batching import SequenceRows
-from gpu_worker.draft_tree import DraftTree, tree_of
+from gpu_worker.draft_tree import MAX_NODES, DraftTree, tree_of
 from gpu_worker.drafting.choice import ChoiceOfDrafts
-from gpu_worker.drafting.tree_shape import MAX_NODES, ProductTree
+from gpu_worker.drafting.tree_shape import ProductTree
 from gpu_worker.models.heads.base import HeadRows
 from gpu_worker.request_state import RequestTable
 
@@ -28,8 +28,8 @@ class TreeShape:
     """Bounds of a tree besides its budget of nodes."""
 
     max_depth: int  # levels behind the root
-    max_children: int = 8  # of one node
-    fixed: ProductTree | None = None  # None: dynamic
+    max_children: int = 8  # of one node, in a dynamic tree
+    fixed: ProductTree | None = None  # which says all but the depth; None: dynamic
     least_value: float = -math.inf  # log-probability below which a node is not worth a row of verification
 
     @property
@@ -237,9 +237,7 @@ def _add_level(
     owners = [r for r, nodes in zip(live, parents, strict=True) for _ in nodes]
     slots = [growing[r].slot for r in owners]
     positions = [growing[r].length + len(path) for r, path in zip(owners, paths, strict=True)]
-    most = max(tree.budget for tree in growing)
-    count = min(shape.max_children, most)
-    tokens, log_probs = choice.children(normed, slots, positions, paths, count)
+    tokens, log_probs = choice.children(normed, slots, positions, paths, _num_candidates(growing, shape))
     row = 0
     for r, nodes in zip(live, parents, strict=True):
         tree = growing[r]
@@ -248,3 +246,10 @@ def _add_level(
             tree.add_children(parent, tokens[row], log_probs[row])
             row += 1
         tree.choose_beam(first, shape.width(tree.budget))
+
+
+def _num_candidates(growing: list[_Growing], shape: TreeShape) -> int:
+    """Candidates to rank behind each parent; a fixed shape may want a low rank without those above it."""
+    if shape.fixed is None:
+        return min(shape.max_children, max(tree.budget for tree in growing))
+    return max([1, *(width for tree in growing if tree.fixed is not None for width in tree.fixed.widths)])

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-MAX_NODES = 64
 # Where a checkpoint comes without measured hit rates: geometric in depth and rank, which gives a sparse tree.
 _ASSUMED_FIRST, _ASSUMED_DECAY, _ASSUMED_RANKS = 0.5, 0.6, 8
 

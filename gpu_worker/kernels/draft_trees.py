@@ -1,4 +1,4 @@
-"""Dynamic trees and greedy chains of drafts in one call of the kernels, by draft heads and by whole models."""
+"""Dynamic trees and chains of drafts in one call of the kernels, by draft heads and by whole models."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def grow(
     lm_head: PackedLinear,
     target_ids: torch.Tensor | None = None,
 ) -> GrownTrees:
-    """Trees of D sequences by the model behind `handle`; with max_children 1 greedy chains.
+    """Trees of D sequences by the model behind `handle`; with max_children 1 chains, each token the best.
+
+    Best is the most probable, or where `start` has temperatures the one that wins under coupled noise.
 
     lm_head may have a reduced vocabulary: target_ids [Vd] int64 then gives the target's id of each of its columns. The
     trees are those of drafting/tree_growth.py, whose passes and top-k these are, bit for bit. Raises KernelError for a

@@ -145,7 +145,7 @@ class NativeCausalLM:
     def tree(
         self, start: TreeStart, pool: NativeKVPool, output: NativeOutputHead, token_ids: torch.Tensor | None
     ) -> GrownTrees:
-        """Greedy chains or trees of this model's drafts, in one call; `output` is output_head(token_ids)."""
+        """Chains or trees of this model's drafts, in one call; `output` is output_head(token_ids)."""
         return grow(self.kernels, self._decoder.handle, start, pool, self.team, output.linear, token_ids)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.optimizers import Optimizers
 from gpu_worker.training.parallel import gathered, sharded_like
+from gpu_worker.training.whole_file import whole_file
 
 _FILE = "checkpoint.pt"
 
@@ -65,9 +65,8 @@ def save_checkpoint(
     }
     if not chief:
         return
-    unfinished = directory / f"{_FILE}.partial"
-    torch.save(state, unfinished)
-    os.replace(unfinished, directory / _FILE)
+    with whole_file(directory / _FILE) as unfinished:
+        torch.save(state, unfinished)
 
 
 def read_checkpoint(directory: Path) -> dict[str, Any] | None:

@@ -1,8 +1,7 @@
-"""Training texts on disk: conversations as token ids with the spans that the target wrote, in shards of JSON lines."""
+"""Training texts on disk: conversations as token ids with the spans to be learnt, in shards of JSON lines."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,17 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_worker.errors import ModelError
+from gpu_worker.training.whole_file import whole_file
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """One training text. answers: [start, stop) index pairs of token_ids, what the target wrote as an answer.
+    """One training text. answers: [start, stop) index pairs of token_ids: what is learnt, in ascending order.
+
+    That is what the target wrote as an answer, or what a document gave as one.
 
     Where a passage in the prompt is to be learnt too, it is a span of its own, right before that of the answer.
     """
 
     token_ids: tuple[int, ...]
     answers: tuple[tuple[int, int], ...]
-    greedy: bool  # how the answers were drawn
+    greedy: bool  # whether the target wrote the answers without sampling; heads are measured by those
 
     @property
     def token_array(self) -> npt.NDArray[np.int32]:
@@ -49,11 +51,10 @@ def shard_path(directory: Path, index: int) -> Path:
 
 
 def write_shard(path: Path, conversations: Sequence[Conversation]) -> None:
-    """Writes beside the target and renames, so that an interrupted run leaves no half shard."""
-    unfinished = path.with_suffix(".partial")
+    """An interrupted run leaves no half shard."""
     encode = msgspec.json.Encoder().encode
-    unfinished.write_bytes(b"".join(encode(conversation) + b"\n" for conversation in conversations))
-    os.replace(unfinished, path)
+    with whole_file(path) as unfinished:
+        unfinished.write_bytes(b"".join(encode(conversation) + b"\n" for conversation in conversations))
 
 
 def shard_paths(directory: Path) -> list[Path]:
@@ -64,12 +65,32 @@ def shard_paths(directory: Path) -> list[Path]:
     return paths
 
 
-def read_shard(path: Path) -> Iterator[Conversation]:
-    """The conversations of one shard. Raises ModelError naming file and line for a line that is none."""
+def read_shard(path: Path, vocab_size: int | None = None) -> Iterator[Conversation]:
+    """The conversations of one shard. Raises ModelError naming file and line for a line that is none.
+
+    vocab_size: where ids must lie below it.
+    """
     decode = msgspec.json.Decoder(Conversation).decode
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                yield decode(line)
+                conversation = decode(line)
             except msgspec.MsgspecError as error:
                 raise ModelError(f"{path}:{number}: not a conversation: {error}") from error
+            _check(conversation, vocab_size, f"{path}:{number}")
+            yield conversation
+
+
+def _check(conversation: Conversation, vocab_size: int | None, where: str) -> None:
+    ids, end = conversation.token_ids, 0
+    for start, stop in conversation.answers:
+        if not end <= start < stop <= len(ids):
+            raise ModelError(
+                f"{where}: answers has [{start}, {stop}], must begin at {end} or later, end behind its beginning and"
+                f" within {len(ids)} tokens"
+            )
+        end = stop
+    lowest, highest = min(ids, default=0), max(ids, default=0)
+    if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
+        known = "below 0" if lowest < 0 else f"not in 0..{(vocab_size or 0) - 1}"
+        raise ModelError(f"{where}: token_ids has {lowest if lowest < 0 else highest}, {known}")

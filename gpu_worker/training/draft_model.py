@@ -6,7 +6,6 @@ Its directory holds no embedding and no output rows: the service lends it the ta
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from gpu_worker.models.heads.tensors import DRAFT_IDS
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.frozen_target import FrozenTarget
 from gpu_worker.training.modules.draft_model import DraftModel
+from gpu_worker.training.whole_file import whole_file
 
 
 def new_draft_model(target: FrozenTarget, num_layers: int) -> DraftModel:
@@ -53,13 +53,12 @@ def export_draft_model(
     if len(draft_ids) < target.config.vocab_size:
         tensors[DRAFT_IDS] = draft_ids.long()
     directory.mkdir(parents=True, exist_ok=True)
-    unfinished = directory / "model.safetensors.partial"
-    save_file(tensors, unfinished, metadata={"format": "pt"})
-    unfinished.chmod(0o644)  # safetensors creates its files for their owner alone; a head is to be shared
-    os.replace(unfinished, directory / "model.safetensors")
-    config = _hub_config(target.config, len(module.layers))
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (directory / "README.md").write_text(card, encoding="utf-8")
+    with whole_file(directory / "model.safetensors") as unfinished:
+        save_file(tensors, unfinished, metadata={"format": "pt"})
+    config = json.dumps(_hub_config(target.config, len(module.layers)), indent=2)
+    for name, content in (("config.json", config + "\n"), ("README.md", card)):
+        with whole_file(directory / name) as unfinished:
+            unfinished.write_text(content, encoding="utf-8")
     return (directory / "model.safetensors").stat().st_size
 
 

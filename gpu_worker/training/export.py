@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.modules.decoder_head import DecoderHead
 from gpu_worker.training.modules.medusa import MedusaHeads
 from gpu_worker.training.training_log import Measures
+from gpu_worker.training.whole_file import whole_file
 
 
 def export_head(
@@ -39,27 +39,17 @@ def export_head(
             )
     directory.mkdir(parents=True, exist_ok=True)
     weights = directory / "model.safetensors"
-    unfinished = weights.with_suffix(".partial")
-    save_file(tensors, unfinished, metadata={"format": "pt"})
-    unfinished.chmod(0o644)  # safetensors creates its files for their owner alone; a head is to be shared
-    os.replace(unfinished, weights)
+    with whole_file(weights) as unfinished:
+        save_file(tensors, unfinished, metadata={"format": "pt"})
     text = json.dumps({SECTION: config.to_json()}, indent=2)
     for name, content in (("config.json", text + "\n"), ("README.md", card)):
-        part = directory / f"{name}.partial"
-        part.write_text(content, encoding="utf-8")
-        os.replace(part, directory / name)
+        with whole_file(directory / name) as unfinished:
+            unfinished.write_text(content, encoding="utf-8")
     return weights.stat().st_size
 
 
 def model_card(title: str, tag: str, measures: Measures, facts: dict[str, Any]) -> str:
     """Markdown: what it is, what it learned from, how long, and what was measured. facts: printed as a table."""
-    positions = range(len(measures.acceptance))
-    rows = [
-        "| | " + " | ".join(f"{i + 1}" for i in positions) + " |",
-        "|---|" + "---|" * len(positions),
-        "| greedy | " + " | ".join(f"{value:.3f}" for value in measures.acceptance) + " |",
-        "| temperature 1 | " + " | ".join(f"{value:.3f}" for value in measures.sampled_acceptance) + " |",
-    ]
     table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     return (
         f"---\nlibrary_name: draftline\ntags: [speculative-decoding, {tag}]\n---\n\n"
@@ -68,9 +58,23 @@ def model_card(title: str, tag: str, measures: Measures, facts: dict[str, Any]) 
         f"## Training\n\n| | |\n|---|---|\n{table}\n\n"
         "Data: answers that the target wrote itself, greedy and sampled, to prompts of its own (sampled behind the "
         "chat template's user turn) or given ones; beside them, where documents were given, answers taken from these. "
-        "Losses look at answers only.\n\n"
-        "## Acceptance on held-out conversations\n\n"
+        "Losses look at answers only, and at passages where `--learn-passages` says so.\n\n"
+        f"## Acceptance on held-out conversations\n\n{_acceptance(measures)}"
+    )
+
+
+def _acceptance(measures: Measures) -> str:
+    if not measures.num_rows:
+        return "Not measured: no conversation was held out.\n"
+    positions = range(len(measures.acceptance))
+    rows = [
+        "| | " + " | ".join(f"{i + 1}" for i in positions) + " |",
+        "|---|" + "---|" * len(positions),
+        "| greedy | " + " | ".join(f"{value:.3f}" for value in measures.acceptance) + " |",
+        "| temperature 1 | " + " | ".join(f"{value:.3f}" for value in measures.sampled_acceptance) + " |",
+    ]
+    return (
         "Share of rows whose drafts are right up to this position, teacher-forced; at temperature 1 the expected "
-        f"share for sampled drafts.\n\n" + "\n".join(rows) + "\n\n"
+        "share for sampled drafts.\n\n" + "\n".join(rows) + "\n\n"
         f"Acceptance length of a greedy chain of {len(positions)}: {measures.acceptance_length:.2f}.\n"
     )

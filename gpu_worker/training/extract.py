@@ -21,7 +21,13 @@ from gpu_worker.forward_batch import AttentionMetadata, ForwardBatch
 from gpu_worker.models.base import CausalLM
 from gpu_worker.training.conversations import Conversation, read_shard, shard_paths
 from gpu_worker.training.errors import TrainingError
-from gpu_worker.training.features import FeatureMeta, feature_path, law_rows, write_features
+from gpu_worker.training.features import (
+    FeatureMeta,
+    feature_path,
+    features_source,
+    law_rows,
+    write_features,
+)
 from gpu_worker.transfers import to_device
 
 _PAGE_SIZE = 16
@@ -40,7 +46,7 @@ class ExtractProgress:
 
 
 class Extractor:
-    """Writes one feature shard per conversation shard; those that are there are left alone."""
+    """Writes one feature shard per conversation shard; those of the same conversations are left alone."""
 
     def __init__(
         self,
@@ -59,32 +65,40 @@ class Extractor:
         self._free_bytes = free_bytes
 
     def write(
-        self, conversations: Path, directory: Path, report: Callable[[ExtractProgress], None] | None = None
+        self,
+        conversations: Path,
+        directory: Path,
+        report: Callable[[ExtractProgress], None] | None = None,
+        begin: Callable[[int, int], None] | None = None,
     ) -> int:
-        """Extracts every shard of `conversations` that `directory` lacks; the number of tokens.
+        """Extracts every shard of `conversations` that `directory` lacks or has of other ones; the number of tokens.
 
-        A prompt that came up before, in any shard, is left out. Raises TrainingError, before anything is computed,
-        where the disk has no room.
+        A prompt that came up before, in any shard, is left out. begin(tokens, bytes on the disk) is called first.
+        Raises TrainingError, before anything is computed or written, where the disk has no room, and ModelError for
+        conversations that are none of this target.
         """
-        self._meta.write(directory)
         seen: set[bytes] = set()
-        work: list[tuple[int, list[Conversation]]] = []
+        work: list[tuple[int, str, list[Conversation]]] = []
         for path in shard_paths(conversations):
             index = int(path.stem.rpartition("-")[2])
             fresh = list(self._fresh(path, seen))
-            if not feature_path(directory, index).exists():
-                work.append((index, fresh))
-        self._check_room(directory, [conversation for _, shard in work for conversation in shard])
-        total = sum(len(conversation.token_ids) for _, shard in work for conversation in shard)
+            source = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+            if features_source(feature_path(directory, index)) not in (source, ""):
+                work.append((index, source, fresh))
+        needed = self._room([conversation for _, _, shard in work for conversation in shard], directory)
+        self._meta.write(directory)
+        total = sum(len(conversation.token_ids) for _, _, shard in work for conversation in shard)
+        if begin is not None:
+            begin(total, needed)
         started, done = time.monotonic(), 0
-        for number, (index, shard) in enumerate(work):
+        for number, (index, source, shard) in enumerate(work):
 
             def told(tokens: int, number: int = number, before: int = done) -> None:
                 if report is not None:
                     seconds = time.monotonic() - started
                     report(ExtractProgress(number, len(work), before + tokens, total, seconds))
 
-            write_features(feature_path(directory, index), self._shard(shard, told))
+            write_features(feature_path(directory, index), self._shard(shard, told), source)
             done += sum(len(conversation.token_ids) for conversation in shard)
         return done
 
@@ -94,18 +108,21 @@ class Extractor:
         laws = sum(len(law_rows(_answer_mask(conversation))) for conversation in conversations)
         return tokens * self._meta.bytes_per_token + laws * self._meta.bytes_per_law
 
-    def _check_room(self, directory: Path, conversations: list[Conversation]) -> None:
-        needed, free = self.bytes_needed(conversations), self._free_bytes(directory)
+    def _room(self, conversations: list[Conversation], directory: Path) -> int:
+        """bytes_needed; raises TrainingError where the disk of `directory` lacks them."""
+        there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+        needed, free = self.bytes_needed(conversations), self._free_bytes(there)
         if needed + _SPARE_BYTES > free:
             raise TrainingError(
                 f"{directory}: the features of {len(conversations)} conversations take {needed / 1e9:.2f} GB and"
                 f" {_SPARE_BYTES / 1e9:.2f} GB must stay free; the disk has {free / 1e9:.2f} GB"
             )
+        return needed
 
     def _fresh(self, path: Path, seen: set[bytes]) -> Iterator[Conversation]:
         """Conversations with an answer and a prompt that no earlier one had."""
         limit = self._target.config.max_position_embeddings
-        for conversation in read_shard(path):
+        for conversation in read_shard(path, self._meta.vocab_size):
             if not conversation.answers or len(conversation.token_ids) > limit:
                 continue
             prompt = conversation.token_array[: conversation.num_prompt_tokens]

@@ -4,7 +4,7 @@ One shard `features-NNNNN.safetensors` per shard of conversations, its C convers
 
     offsets [C + 1] int64        where each conversation begins, and where the last ends
     token_ids [N] int32
-    answer [N] uint8             1: the target wrote this token as (part of) an answer
+    answer [N] uint8             1: this token is to be learnt, as (part of) an answer
     hidden [N, h] bfloat16       behind the final norm
     captured [N, n*h] bfloat16   outputs of `feature_layers`, side by side
     law_offsets [C + 1] int64    the same for the rows of the two tensors below
@@ -15,7 +15,6 @@ One shard `features-NNNNN.safetensors` per shard of conversations, its C convers
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,9 +26,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.whole_file import whole_file
 
 _META = "meta.json"
 _GLOB = "features-*.safetensors"
+_SOURCE = "conversations"  # key in a shard's metadata
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,8 @@ class FeatureMeta:
                 if getattr(theirs, name) != mine:
                     raise TrainingError(f"{path}: {name} is {getattr(theirs, name)!r}, not {mine!r}")
             return
-        unfinished = path.with_suffix(".partial")
-        unfinished.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
-        os.replace(unfinished, path)
+        with whole_file(path) as unfinished:
+            unfinished.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
 
     @classmethod
     def read(cls, directory: Path) -> FeatureMeta:
@@ -99,11 +99,21 @@ def law_rows(answer: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     return np.flatnonzero(answer[1:]).astype(np.int64)
 
 
-def write_features(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes beside the target and renames, so that an interrupted run leaves no half shard."""
-    unfinished = path.with_suffix(".partial")
-    save_file(tensors, unfinished)
-    os.replace(unfinished, path)
+def write_features(path: Path, tensors: dict[str, torch.Tensor], source: str) -> None:
+    """An interrupted run leaves no half shard. source: digest of the conversations, see features_source."""
+    with whole_file(path) as unfinished:
+        save_file(tensors, unfinished, metadata={_SOURCE: source})
+
+
+def features_source(path: Path) -> str | None:
+    """What write_features was told of the conversations; "" where it was told nothing, None where there is no shard."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return str((cast(Any, file).metadata() or {}).get(_SOURCE, ""))
+    except FileNotFoundError:
+        return None
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(f"{path}: not a feature shard: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -124,15 +124,16 @@ class Trainer:
                         position.step, settings.steps, outcome.loss.item(), since.rows_per_second, acceptance
                     )
                 )
-            if position.step % settings.log_every == 0 and log is not None:
+            last = position.step == settings.steps
+            if (position.step % settings.log_every == 0 or last) and log is not None:
                 log.train(position.step, self._fields(since), Measures.of(since.sums))
                 since = _Interval()
-            last = position.step == settings.steps
             if position.step % settings.validate_every == 0 or last:
                 loss, measures = self.validate()
                 since.pause()
                 if log is not None:
-                    log.validation(position.step, {"epoch": position.epoch, "loss": loss}, measures)
+                    if measures.num_rows:
+                        log.validation(position.step, {"epoch": position.epoch, "loss": loss}, measures)
                     log.summary(self._summary(measures))
                     log.plot()
             if position.step % settings.checkpoint_every == 0 or last:

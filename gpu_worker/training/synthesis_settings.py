@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class SynthesisSettings:
     prompt_temperature: float = 0.8  # at 1 a small model's prompts fall apart
     answer_temperature: float = 1.0  # of the answers that are sampled
     top_k: int = 100  # noise for the whole vocabulary would cost more than the model's own step
+
+    @property
+    def of_every_shard(self) -> dict[str, Any]:
+        """All but how many conversations there are: a shard depends on these and its own number."""
+        return {name: value for name, value in asdict(self).items() if name != "num_conversations"}
 
     @property
     def max_context_tokens(self) -> int:

@@ -8,10 +8,11 @@ from, and no data set is needed. Users' turns may also be given, or be about giv
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from gpu_worker.training.chat import ChatTemplate, Message
 from gpu_worker.training.conversations import Conversation, shard_path, write_shard
 from gpu_worker.training.document_answers import AnsweredTurn
 from gpu_worker.training.documents import DocumentPrompts
+from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.openings import first_opening, later_opening, quoting_opening
+from gpu_worker.training.synthesis_record import ShardRecord, SynthesisRecord
 from gpu_worker.training.synthesis_settings import SynthesisSettings
 from shared_mem.records import SamplingRecord
 
@@ -66,10 +69,12 @@ class Synthesizer:
         settings: SynthesisSettings,
         prompts: Sequence[Sequence[str]] | None = None,
         documents: DocumentPrompts | None = None,
+        target: Mapping[str, str] | None = None,
     ) -> None:
         """end_ids end an answer: the model's EOS ids. prompts: users' turns of each conversation, at least as many.
 
-        documents: what the document_share of those conversations is about whose turns are not given.
+        documents: what the document_share of those conversations is about whose turns are not given. target: facts
+        of the model that the directory's other shards must share.
         """
         self._generator = generator
         self._chat = chat
@@ -77,16 +82,19 @@ class Synthesizer:
         self._settings = settings
         self._prompts = prompts
         self._documents = documents
+        self._made_from = {**(target or {}), **settings.of_every_shard}
 
     def write(self, directory: Path, report: Callable[[int, int, float], None]) -> int:
-        """Writes the shards that are missing in `directory`; returns the number of answer tokens written.
+        """Writes the shards that `directory` lacks, or has shorter; returns the number of answer tokens written.
 
         report(conversations there so far, answer tokens written so far, seconds) is called after each shard. The next
-        shard is begun while the last texts of one end, so that the batch stays full.
+        shard is begun while the last texts of one end, so that the batch stays full. Raises TrainingError where the
+        directory's shards were made from something else.
         """
         directory.mkdir(parents=True, exist_ok=True)
+        record = SynthesisRecord.open(directory, self._made_from)
         started, tokens = time.monotonic(), 0
-        waiting, conversations = self._missing(directory)
+        waiting, conversations = self._missing(directory, record)
         running: list[_Shard] = []
         owners: dict[int, _Shard] = {}  # by id of the request in flight
         while waiting or running:
@@ -94,6 +102,8 @@ class Synthesizer:
                 shard = waiting.popleft()
                 running.append(shard)
                 self._begin(shard, owners)
+                if not shard.drafts:
+                    break  # nothing is left to write for it: it goes to the disk before the next one is begun
             for generation in self._generator.step():
                 shard = owners.pop(id(generation.request))
                 self._advance(shard, shard.drafts.pop(id(generation.request)), generation, owners)
@@ -101,24 +111,51 @@ class Synthesizer:
                 running.remove(shard)
                 written = [shard.conversations[serial] for serial in sorted(shard.conversations)]
                 write_shard(shard.path, written)
+                record.add(directory, shard.index, ShardRecord(shard.count, self._prompts_digest(shard)))
                 conversations += len(written)
                 tokens += sum(conversation.num_answer_tokens for conversation in written)
                 report(conversations, tokens, time.monotonic() - started)
         return tokens
 
-    def _missing(self, directory: Path) -> tuple[deque[_Shard], int]:
-        """The shards to write, and how many conversations those that are there count for."""
+    def _missing(self, directory: Path, record: SynthesisRecord) -> tuple[deque[_Shard], int]:
+        """The shards to write, and how many conversations those that are there count for.
+
+        A shard that was asked for fewer conversations than now is written anew. What the record does not know, as a
+        file that was put there by hand, is left alone.
+        """
         settings = self._settings
         missing: deque[_Shard] = deque()
         there = 0
         for index in range(-(-settings.num_conversations // settings.shard_size)):
             path = shard_path(directory, index)
             count = min(settings.shard_size, settings.num_conversations - index * settings.shard_size)
-            if path.exists():
-                there += count
-            else:
+            known = record.shards.get(index)
+            if not path.exists():
                 missing.append(_Shard(index, path, count))
+                continue
+            if known is not None:
+                like_known = _Shard(index, path, known.count)
+                if self._prompts_digest(like_known) != known.prompts:
+                    raise TrainingError(
+                        f"{path}: answers other prompts than are given now: give --conversations another directory"
+                    )
+                if known.count < count:
+                    missing.append(_Shard(index, path, count))
+                    continue
+            there += count
         return missing, there
+
+    def _prompts_digest(self, shard: _Shard) -> str:
+        """Of the users' turns that a shard is given; empty where the target writes them."""
+        if self._prompts is None:
+            return ""
+        turns = [list(turns) for turns in self._given(shard)]
+        return hashlib.blake2b(json.dumps(turns).encode(), digest_size=16).hexdigest()
+
+    def _given(self, shard: _Shard) -> Sequence[Sequence[str]]:
+        assert self._prompts is not None
+        first = shard.index * self._settings.shard_size
+        return self._prompts[first : first + shard.count]
 
     def _begin(self, shard: _Shard, owners: dict[int, _Shard]) -> None:
         """Submits the first turn of each of the shard's conversations."""
@@ -127,8 +164,7 @@ class Synthesizer:
                 if not self._start_with_document(shard, owners):
                     self._start(shard, owners)
             return
-        first = shard.index * self._settings.shard_size
-        for turns in self._prompts[first : first + shard.count]:
+        for turns in self._given(shard):
             draft = self._draft(shard)
             draft.goes_on, draft.given = True, list(turns)
             self._ask(shard, draft, owners)

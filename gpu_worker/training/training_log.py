@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from gpu_worker.training.objective import ACCEPTED, LAW_LOSS, REACHED, REGRESSION, ROWS
+from gpu_worker.training.whole_file import whole_file
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,14 @@ class Measures:
     regression: list[float]
     acceptance: list[float]  # greedy, this and every earlier step
     sampled_acceptance: list[float]  # expected at temperature 1, this and every earlier step
+    num_rows: int  # of the first step; 0: nothing was measured
 
     @classmethod
     def of(cls, sums: torch.Tensor) -> Measures:
         """sums [steps, 5] as BatchOutcome has them, added up over batches."""
         means = (sums / sums[:, ROWS : ROWS + 1].clamp_min(1)).T.tolist()
-        return cls(means[LAW_LOSS], means[REGRESSION], means[ACCEPTED], means[REACHED])
+        rows = int(sums[0, ROWS])
+        return cls(means[LAW_LOSS], means[REGRESSION], means[ACCEPTED], means[REACHED], rows)
 
     @property
     def acceptance_length(self) -> float:
@@ -55,9 +57,8 @@ class TrainingLog:
 
     def summary(self, facts: dict[str, Any]) -> None:
         """Replaces summary.json."""
-        unfinished = self._directory / "summary.json.partial"
-        unfinished.write_text(json.dumps(facts, indent=2), encoding="utf-8")
-        os.replace(unfinished, self._directory / "summary.json")
+        with whole_file(self._directory / "summary.json") as unfinished:
+            unfinished.write_text(json.dumps(facts, indent=2), encoding="utf-8")
 
     def plot(self) -> bool:
         """Draws progress.png from the CSV files; False where matplotlib is not installed."""

@@ -62,9 +62,10 @@ def load_head(spec: str, target: ModelConfig, layer_ids_name: LayerIdsName = "in
         config, tensors = eagle.read(files, target)
     else:
         some = ", ".join(sorted(files.names)[:4]) or "none"
+        without = "" if files.config_path.exists() else "has no config.json, and is "
         raise ModelError(
-            f"{path}: not a layout of draft heads that is known (our own, EAGLE-1/2, EAGLE-3, speculators, Medusa,"
-            f" MTP); its tensors: {some}{', ...' if len(files.names) > 4 else ''}"
+            f"{path}: {without}not a layout of draft heads that is known (our own, EAGLE-1/2, EAGLE-3, speculators,"
+            f" Medusa, MTP); its tensors: {some}{', ...' if len(files.names) > 4 else ''}"
         )
     config.check_fits(target, str(path))
     assert {name: tuple(t.shape) for name, t in tensors.items()} == tensor_shapes(config)

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from gpu_worker.errors import ModelError
 from gpu_worker.models.config import ModelConfig
+from gpu_worker.models.heads.config import SECTION
 from gpu_worker.models.hf_config import parse_hf_config
 
 _SINGLE = "model.safetensors"
@@ -28,7 +29,10 @@ class SafetensorsCheckpoint:
         config_path = directory / "config.json"
         generation_path = directory / "generation_config.json"
         generation = read_json(generation_path) if generation_path.exists() else {}
-        self.config: ModelConfig = parse_hf_config(read_json(config_path), generation, config_path)
+        config = read_json(config_path)
+        if SECTION in config and "architectures" not in config and "model_type" not in config:
+            raise ModelError(f"{config_path}: this is a drafting head, not a model; it is given with --head")
+        self.config: ModelConfig = parse_hf_config(config, generation, config_path)
         self._files: dict[Path, Any] = {}
         self._where: dict[str, Path] = {}
         for path in weight_files(directory):

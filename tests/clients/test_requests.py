@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -144,6 +145,20 @@ def test_what_the_protocol_cannot_carry_is_refused_by_field(prompt, options, fie
     assert caught.value.field == field
     assert caught.value.code == "INVALID_ARGUMENT"
     assert caught.value.reason == "INVALID_FIELD"
+
+
+@pytest.mark.parametrize(
+    ("options", "limits"),
+    [
+        ({"max_tokens": -5}, "stopping.max_tokens: -5 cannot be sent: must be in 0..4294967295"),
+        ({"seed": 2**64}, "must be in 0..18446744073709551615"),
+        ({"priority": 2**31}, "must be in -2147483648..2147483647"),
+        ({"max_tokens": "many"}, "'many' cannot be sent: 'str' object"),
+    ],
+)
+def test_an_integer_that_cannot_be_sent_comes_with_its_limits(options, limits):
+    with pytest.raises(InvalidArgumentError, match=re.escape(limits)):
+        generate_request("a", GenerateOptions(**options))
 
 
 def test_labels_cover_the_enums():

@@ -47,6 +47,8 @@ METHOD_OF_HEAD = {
     "eagle3-normed": SpeculationMethod.EAGLE3,
     "mtp": SpeculationMethod.MTP,
     "mtp-published": SpeculationMethod.MTP,
+    "eagle-shipped": SpeculationMethod.EAGLE,
+    "mtp-shipped": SpeculationMethod.MTP,
 }
 
 _SHAPES = {

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from gpu_worker.drafting.hidden_state import HiddenStateDrafter
 from gpu_worker.drafting.tree_growth import CHAINS, TreeShape
+from gpu_worker.forward_batch import ForwardBatch
 from gpu_worker.models.base import CausalLM
 from scheduler_svc.messages import Sampling
 from shared_mem.enums import SpeculationMethod
 from tests.exact.draft_state import SwitchingPolicy, assert_draft_state_is_fresh, drafter_of
 from tests.exact.drafted_engines import METHOD_OF_HEAD
+from tests.exact.drafted_engines import make_engine as engine_of
 from tests.harness.engine import InProcessEngine
-from tests.harness.tiny_heads import KINDS, tiny_head, tiny_medusa
+from tests.harness.tiny_heads import KINDS, SHIPPED_KINDS, SKILLED, tiny_head, tiny_medusa
 
 SEEDED = Sampling(0.7, 0, 1.0, 0.0, 0.0, 0.0, 1.0, 5)
+ALL_KINDS = (*KINDS, *SHIPPED_KINDS)
 TREE = TreeShape(max_depth=3, max_children=4)
 
 
@@ -43,7 +49,7 @@ def test_medusa_hits_pages_of_anybody(tiny: CausalLM, prompts: list[list[int]]) 
 
 
 @pytest.mark.parametrize("tree", [CHAINS, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_draft_state_equals_a_cold_pass_after_every_step(
     kind: str, tree: TreeShape, tiny: CausalLM, tiny_model_dir: Path, prompts: list[list[int]]
 ) -> None:
@@ -59,12 +65,12 @@ def test_draft_state_equals_a_cold_pass_after_every_step(
                 checked += 1
     assert checked > 20
     outputs = engine.outputs.values()
-    if kind == "eagle-full":
+    if kind in SKILLED:
         assert sum(output.num_accepted_tokens for output in outputs) > 0
 
 
 @pytest.mark.parametrize("extra", [0, 6], ids=["whole prompt", "two pages"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_prefix_hit_resumes_the_draft_exactly(
     kind: str, extra: int, tiny: CausalLM, tiny_model_dir: Path
 ) -> None:
@@ -123,16 +129,45 @@ def test_pages_without_the_heads_kv_are_computed_again(
     assert (output.token_ids, output.steps) == (cold_output.token_ids, cold_output.steps)
 
 
-@pytest.mark.parametrize("tree", [CHAINS, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", ["eagle-full", "eagle3"])
-def test_the_context_limit_holds(kind: str, tree: TreeShape, tiny: CausalLM, tiny_model_dir: Path) -> None:
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("kind", [*ALL_KINDS, "medusa", "portfolio"])
+def test_the_context_limit_holds(
+    kind: str, shape: str, tiny: CausalLM, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts of 57..63 tokens in a context of 64: as without speculation, and no position reaches the limit."""
     generator = np.random.default_rng(3)
     prompts = [generator.integers(3, 290, n).tolist() for n in range(57, 64)]
     plain = InProcessEngine(tiny, max_context_tokens=64).generate(prompts, max_tokens=100)
-    engine = make_engine(kind, tiny, tiny_model_dir, tree, max_context_tokens=64, steps_in_flight=2)
-    assert engine.generate(prompts, max_tokens=100) == plain
+    target_positions = _watched(tiny, ("forward", "forward_capturing"), monkeypatch)
+    # all prompts fit one step, which otherwise leaves no rows for drafts before the sequences end
+    settings = {"max_context_tokens": 64, "steps_in_flight": 2, "max_batched_tokens": 512}
+    engine = engine_of(f"{kind}/{shape}", tiny, {}, tiny_model_dir, **settings)
+    heads = [drafter._head for drafter in engine.drafters.values() if isinstance(drafter, HiddenStateDrafter)]
+    head_positions = [_watched(head, ("forward",), monkeypatch) for head in heads]
+    assert len(heads) == (kind != "medusa")
+    ids = [engine.submit(prompt, max_tokens=100) for prompt in prompts]
+    outputs = engine.run()
+    assert [outputs[request, 0].token_ids for request in ids] == plain
     assert all(len(prompt) + len(ids) == 64 for prompt, ids in zip(prompts, plain, strict=True))
+    assert sum(output.num_draft_tokens for output in outputs.values()) > len(prompts)
+    for positions in (target_positions, *head_positions):
+        assert 62 <= max(positions) < 64
+
+
+def _watched(model: Any, methods: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The positions of all rows that `model` runs from here on."""
+    positions: list[int] = []
+
+    def watching(run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(batch: ForwardBatch, *arguments: Any, **options: Any) -> Any:
+            positions.extend(batch.positions.tolist())
+            return run(batch, *arguments, **options)
+
+        return watched
+
+    for method in methods:
+        monkeypatch.setattr(model, method, watching(getattr(model, method)))
+    return positions
 
 
 @pytest.mark.parametrize("num_requests", [60, pytest.param(500, marks=pytest.mark.slow)])

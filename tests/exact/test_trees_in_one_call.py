@@ -135,3 +135,15 @@ def test_medusa_drafts_the_same_in_one_call(
         engine.submit(prompt, max_tokens=12, sampling=GREEDY)
     engine.run()
     assert max(seen) >= 9
+
+
+def test_medusa_has_no_more_candidates_than_draft_ids(native_model: CausalLM) -> None:
+    heads = tiny_medusa(native_model, num_draft_ids=5)
+    hidden = torch.randn(3, native_model.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    found = heads.candidates(hidden, 2, 8)
+    assert found is not None
+    ids, values = (np.array(of) for of in found)
+    assert ids.shape == values.shape == (3, 2, 5)
+    assert heads.token_ids is not None
+    assert (np.sort(ids, axis=-1) == heads.token_ids.numpy()).all()
+    np.testing.assert_allclose(np.exp(values).sum(axis=-1), 1.0, rtol=1e-4)

@@ -18,11 +18,18 @@ from tests.models import EMBEDDING_STD
 
 # name -> configuration for a target; every convention appears in one of them
 KINDS = ("eagle", "eagle-full", "eagle3", "eagle3-normed", "mtp", "mtp-published")
+# two layers over some of the ids, which recycle what the output head reads: the form of the heads that ship
+SHIPPED_KINDS = ("eagle-shipped", "mtp-shipped")
+SKILLED = ("eagle-full", *SHIPPED_KINDS)
 
 
 def head_config(kind: str, target: CausalLM) -> HeadConfig:
-    """The configuration that KINDS names, for `target`."""
+    """The configuration that KINDS or SHIPPED_KINDS names, for `target`."""
     config = target.config
+    if kind in SHIPPED_KINDS:
+        family = HeadKind(kind.removesuffix("-shipped"))
+        head = decoder_head_config(family, config, num_layers=2, draft_vocab_size=120)
+        return dataclasses.replace(head, recycles_normed=True)
     if kind.startswith("eagle3"):
         layers = (0, target.num_layers - 1, 0)  # the last layer included
         head = decoder_head_config(HeadKind.EAGLE3, config, draft_vocab_size=120, feature_layers=layers)
@@ -44,14 +51,16 @@ def head_config(kind: str, target: CausalLM) -> HeadConfig:
     return dataclasses.replace(head, combine_bias=kind == "eagle")
 
 
-def tiny_medusa(target: CausalLM, num_layers: int = 1, *, own_lm_head: bool = False) -> MedusaHeads:
+def tiny_medusa(
+    target: CausalLM, num_layers: int = 1, *, own_lm_head: bool = False, num_draft_ids: int = 100
+) -> MedusaHeads:
     """Three random heads over a reduced draft vocabulary, or over all ids with output heads of their own."""
     vocab_size = target.config.vocab_size
     config = HeadConfig(
         HeadKind.MEDUSA,
         target.config.hidden_size,
         vocab_size,
-        vocab_size if own_lm_head else 100,
+        vocab_size if own_lm_head else num_draft_ids,
         own_lm_head=own_lm_head,
         num_medusa_heads=3,
         num_medusa_layers=num_layers,
@@ -74,7 +83,7 @@ def random_tensors(config: HeadConfig, seed: int = 0) -> dict[str, torch.Tensor]
 
 
 def tensors_like_target(config: HeadConfig, directory: Path, share: float = 0.002) -> dict[str, torch.Tensor]:
-    """A head ("eagle-full", "mtp") that is nearly the target's first layer over the tokens: it drafts with success.
+    """A head of EAGLE's full form or MTP that is nearly the target's first layers: it drafts with success.
 
     `share` of the target's hidden state is mixed in, so that drafts still depend on it.
     """
@@ -82,7 +91,9 @@ def tensors_like_target(config: HeadConfig, directory: Path, share: float = 0.00
     tensors: dict[str, torch.Tensor] = {}
     eye = torch.eye(config.hidden_size)
     for name, shape in tensor_shapes(config).items():
-        if name == "combine.weight":
+        if name == DRAFT_IDS:
+            tensors[name] = random_tensors(config)[name]
+        elif name == "combine.weight":
             tensors[name] = torch.cat([eye, share * eye], dim=1)
         elif name == "embedding_norm.weight":  # embeddings keep about the size they have
             tensors[name] = torch.full(shape, EMBEDDING_STD)
@@ -94,9 +105,9 @@ def tensors_like_target(config: HeadConfig, directory: Path, share: float = 0.00
 
 
 def tiny_head(kind: str, target: CausalLM, directory: Path | None = None, seed: int = 0) -> DraftHead:
-    """A head of one of KINDS; "eagle-full" with the target's `directory` is one that drafts with success."""
+    """A head of one of KINDS or SHIPPED_KINDS; with the target's `directory` those of SKILLED draft with success."""
     config = head_config(kind, target)
-    if kind == "eagle-full" and directory is not None:
+    if kind in SKILLED and directory is not None:
         return build_head(config, tensors_like_target(config, directory), target)
     return build_head(config, random_tensors(config, seed), target)
 

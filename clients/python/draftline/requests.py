@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as ProtoMessage
 
 from draftline.errors import invalid_field
@@ -33,6 +34,12 @@ _OUTPUT = (
     "speculation_steps",
     "special_tokens",
 )
+_INTEGERS = {
+    FieldDescriptor.TYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.TYPE_UINT64: (0, 2**64 - 1),
+    FieldDescriptor.TYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_INT64: (-(2**63), 2**63 - 1),
+}
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2.GenerateRequest:
@@ -135,7 +142,17 @@ def _set(message: ProtoMessage, name: str, value: Any, path: str) -> None:
             setattr(message, name, value)
     except (AttributeError, TypeError, ValueError) as error:
         # a wrong type, one that is out of the integer's range, a lone surrogate
-        raise invalid_field(path + name, f"{_short(value)} cannot be sent: {error}") from error
+        reason = _range(message, name) if isinstance(error, ValueError) else ""
+        raise invalid_field(path + name, f"{_short(value)} cannot be sent: {reason or error}") from error
+
+
+def _range(message: ProtoMessage, name: str) -> str:
+    """What an integer field holds, in words; empty for a field of another type, or a map."""
+    field = message.DESCRIPTOR.fields_by_name[name]
+    if field.type not in _INTEGERS:
+        return ""
+    low, high = _INTEGERS[field.type]
+    return f"must be in {low}..{high}"
 
 
 def _short(value: Any) -> str:

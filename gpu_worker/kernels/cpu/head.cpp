@@ -134,6 +134,7 @@ void run_on(Team& team, Fn&& fn) {
 void run_linear(const DlLinear& linear, Team& team, const Kernels& kernels, int32_t group, const float* x,
                 int64_t rows, float* y) {
   check_group(linear.format, group);
+  if (rows == 0) return;
   ActivationRing ring;
   ring.reserve(1, rows, linear.k, kernels);
   const Activations input = ring.at(0, linear.k, linear.format, group);
@@ -149,6 +150,7 @@ void run_topk(const DlLinear& head, Team& team, const Kernels& kernels, int32_t 
               int64_t rows, int32_t k, int64_t* ids, float* logits, float* lse) {
   check_group(head.format, group);
   require(k >= 1 && k <= 64 && k <= head.n, "count: " + std::to_string(k) + " is not in 1..64 or above the " + std::to_string(head.n) + " columns");
+  if (rows == 0) return;
   ActivationRing ring;
   ring.reserve(1, rows, head.k, kernels);
   const Activations input = ring.at(0, head.k, head.format, group);

@@ -72,7 +72,7 @@ Team::~Team() {
 void Team::run(void (*fn)(void*, Worker&), void* argument) {
   fn_ = fn;
   argument_ = argument;
-    uint32_t number = job_.load(std::memory_order_relaxed) + 1;
+  uint32_t number = job_.load(std::memory_order_relaxed) + 1;
   if (number == 0) number = 1;  // 0 means that no call is open
   open_.store(number);
   job_.store(number);

@@ -66,7 +66,7 @@ class DraftHead(Protocol):
 
 @runtime_checkable
 class DraftsInOneCall(DraftHead, Protocol):
-    """A head that drafts a whole greedy chain or tree without coming back between its steps."""
+    """A head that drafts whole chains or trees, greedy or under coupled noise, without coming back between steps."""
 
     def tree(self, start: TreeStart, pool: Any) -> GrownTrees:
         """The chains or trees that drafting.tree_growth grows level by level."""

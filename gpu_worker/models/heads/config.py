@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from gpu_worker.draft_tree import MAX_NODES
 from gpu_worker.errors import ModelError
 from gpu_worker.layers.rotary import RopeConfig
 from gpu_worker.models.config import ModelConfig
@@ -145,6 +146,10 @@ class HeadConfig:
             if (value := getattr(self, name)) <= 0:
                 raise ModelError(f"{where}: {name} is {value}, must be above 0")
         for depth, rates in enumerate(self.hit_rates, start=1):
+            if not 1 <= len(rates) <= MAX_NODES:
+                raise ModelError(
+                    f"{where}: hit_rates of depth {depth} are of {len(rates)} ranks, must be 1..{MAX_NODES}"
+                )
             if not all(0.0 <= rate <= 1.0 for rate in rates) or math.fsum(rates) > 1.0 + 1e-6:
                 raise ModelError(
                     f"{where}: hit_rates of depth {depth} are {list(rates)}, must be within 0..1 and 1 at most in sum"

@@ -90,7 +90,7 @@ class NativeDraftHead:
         return HeadRows(*self._head.forward(batch, pool, self._team, features.contiguous(), recycled))
 
     def tree(self, start: TreeStart, pool: NativeKVPool) -> GrownTrees:
-        """Greedy chains or trees of D sequences: bit for bit `forward` and topk level by level."""
+        """Chains or trees of D sequences: greedy ones are, bit for bit, `forward` and topk level by level."""
         return self._head.tree(start, pool, self._team, self.output.linear, self.token_ids)
 
 

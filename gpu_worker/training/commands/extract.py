@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -40,7 +39,7 @@ def extract(
     rows: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass.")] = 2048,
     threads: Threads = 0,
 ) -> None:
-    """Runs the serving target over the conversations; shards that are there already are left alone."""
+    """Runs the serving target over the conversations; features of the same conversations are left alone."""
     source = resolve_model(model)
     target, attention = serving_target(source, dtype, threads)
     wanted = _layers(layers)
@@ -56,10 +55,6 @@ def extract(
         top_k=min(top_k, target.config.vocab_size),
     )
     extractor = Extractor(target, attention, meta, rows_per_pass=rows)
-    print(
-        f"layers {','.join(map(str, meta.feature_layers))}, {meta.bytes_per_token} bytes a token"
-        f" and {meta.bytes_per_law} more in answers"
-    )
     with Meter("extract") as meter:
 
         def report(done: ExtractProgress) -> None:
@@ -67,7 +62,11 @@ def extract(
             note = f"shard {done.shard + 1}/{done.num_shards}, {speed:.0f} tokens/s"
             meter.show(done.tokens, done.total_tokens, note)
 
-        tokens = extractor.write(Path(conversations).expanduser(), Path(features).expanduser(), report)
+        def begin(tokens: int, size: int) -> None:
+            kept = f"layers {','.join(map(str, meta.feature_layers))}, {meta.bytes_per_token} bytes a token"
+            print(f"{kept} and {meta.bytes_per_law} more in answers: {tokens} tokens, {size / 1e9:.2f} GB")
+
+        tokens = extractor.write(conversations.expanduser(), features.expanduser(), report, begin)
     print(f"{tokens} tokens extracted into {features}")
 
 

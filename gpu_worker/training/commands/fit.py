@@ -14,7 +14,7 @@ import typer
 
 from gpu_worker.config import LayerIdsName
 from gpu_worker.layers.linear import ACTIVATION_DTYPES
-from gpu_worker.models.heads.config import HeadKind
+from gpu_worker.models.heads.config import HeadConfig, HeadKind
 from gpu_worker.training.batches import DraftVocabulary
 from gpu_worker.training.checkpoint import RunData, read_checkpoint
 from gpu_worker.training.commands.options import DATA, Features, LayerIds, Meter, Threads
@@ -126,6 +126,7 @@ def fit(
         choices=choices,
         layers=layers,
         draft_vocab=draft_vocab,
+        unroll=unroll,
         features=features.expanduser(),
         output=output.expanduser(),
         objective=default_objective(
@@ -174,6 +175,7 @@ class _Run:
     choices: HeadChoices | None  # None: a draft model
     layers: int
     draft_vocab: int
+    unroll: int  # as it was asked for; 0: the kind's
     features: Path
     output: Path
     objective: Objective
@@ -196,6 +198,7 @@ def _train(run: _Run, *, chief: bool) -> None:
         start = StartingHead.load(
             run.start_from, run.kind, target.config, meta.feature_layers, run.layer_ids_name
         )
+        run = replace(run, objective=_of_its_heads(run, start.config))
     dataset, data = _data(run, start)
     made = recipe(
         run.kind,
@@ -231,6 +234,15 @@ def _train(run: _Run, *, chief: bool) -> None:
             _export(run, made, trainer, dataset, data, measures)
 
 
+def _of_its_heads(run: _Run, start: HeadConfig) -> Objective:
+    """Medusa's draft steps are its heads: all of those that it starts with are trained, and no others."""
+    if start.kind is not HeadKind.MEDUSA:
+        return run.objective
+    if run.unroll not in (0, start.num_medusa_heads):
+        raise TrainingError(f"unroll: {run.unroll}, {run.start_from} has {start.num_medusa_heads} heads")
+    return replace(run.objective, unroll=start.num_medusa_heads)
+
+
 def _export(
     run: _Run, made: Recipe, trainer: Trainer, dataset: FeatureDataset, data: RunData, measures: Measures
 ) -> None:
@@ -250,7 +262,7 @@ def _export(
     }
     size = made.export(run.output, measures, trainer.hit_rates(), told)
     length = f"{measures.acceptance_length:.2f} over a chain of {len(measures.acceptance)}"
-    accepted = length if dataset.held_out else "not measured, as nothing is held out"
+    accepted = length if measures.num_rows else "not measured, as nothing is held out"
     print(
         f"{run.output}: {size / 1e6:.1f} MB, acceptance length {accepted}, {position.skipped} steps skipped"
     )

@@ -26,7 +26,10 @@ _BATCHED_TOKENS = 512
 def synthesize(
     model: Target = "",
     conversations: Conversations = DATA / "conversations",
-    count: Annotated[int, typer.Option(min=1, help="Conversations in all; with prompts: at most.")] = 4096,
+    count: Annotated[
+        int,
+        typer.Option(min=1, help="Conversations to begin (--quoting adds to them); with prompts: at most."),
+    ] = 4096,
     shard_size: Annotated[int, typer.Option(min=1, help="Conversations of one file.")] = 512,
     prompts: Annotated[
         Path | None, typer.Option(help="JSON lines: messages, ShareGPT, turns or plain text.")
@@ -71,9 +74,15 @@ def synthesize(
     seed: int = 1,
     threads: Threads = 0,
 ) -> None:
-    """Writes the shards that are missing; what is there is left alone, so an interrupted run just goes on."""
+    """Writes the shards that are missing or too short; others are left alone, so an interrupted run just goes on."""
     if prompts and documents:
         raise TrainingError("--documents: of no use beside --prompts, which gives every prompt already")
+    if answered_share and not documents:
+        raise TrainingError(
+            f"--answered-share: {answered_share}, of no use without --documents to answer from"
+        )
+    if learn_passages and not answered_share:
+        raise TrainingError("--learn-passages: of no use without --answered-share, whose prompts it is about")
     given = read_prompts(prompts.expanduser()) if prompts else None
     about = DocumentPrompts(read_passages(documents.expanduser(), max_passage_chars)) if documents else None
     settings = SynthesisSettings(
@@ -120,6 +129,7 @@ def synthesize(
         settings,
         given,
         about,
+        {"model": model, "revision": facts.revision, "dtype": facts.dtype},
     )
     with Meter("synthesize") as meter:
 

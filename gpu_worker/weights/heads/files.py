@@ -39,7 +39,10 @@ class HeadFiles:
         return self._file(name).path
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The floating-point tensor `name`. Raises ModelError when it is missing, or of another shape or type."""
+        """The floating-point tensor `name`.
+
+        Raises ModelError when it is missing, of another shape or type, or not finite.
+        """
         file = self._file(name)
         found = file.shape(name)
         if found != shape:
@@ -49,6 +52,8 @@ class HeadFiles:
             raise ModelError(
                 f"{file.path}: tensor {name} has type {tensor.dtype}, expected a floating-point type"
             )
+        if not _is_finite(tensor):  # it would be served without a word, and never draft a token that is right
+            raise ModelError(f"{file.path}: tensor {name} holds values that are not finite")
         return tensor
 
     def read_integers(self, name: str) -> torch.Tensor:
@@ -61,6 +66,11 @@ class HeadFiles:
                 f"{file.path}: tensor {name} has type {tensor.dtype} and shape {shape}, expected a list of integers"
             )
         return tensor.to(torch.int64)
+
+    def need_config(self) -> None:
+        """Raises ModelError where there is no config.json, for layouts whose tensors do not say everything."""
+        if not self.config_path.exists():
+            raise ModelError(f"{self.config_path.parent}: has no config.json")
 
     def error(self, message: str) -> ModelError:
         """A ModelError about config.json."""
@@ -119,6 +129,13 @@ class _Pickled:
 
     def read(self, name: str) -> torch.Tensor:
         return self._tensors[name]
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is infinite or NaN; the extremes tell, without a copy of a vocabulary's rows."""
+    if tensor.element_size() == 1:  # torch compares no 8-bit floats
+        tensor = tensor.float()
+    return tensor.numel() == 0 or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -34,8 +34,9 @@ def decoder_settings(files: HeadFiles, table: Mapping[str, Any], target: ModelCo
     """Fields of HeadConfig that describe decoder layers, from the hub's names in `table` (config.json or a part).
 
     What does not depend on the head (vocabulary, context) defaults to the target's. Raises ModelError naming the key
-    for settings that this code does not compute, another hidden size or another vocabulary.
+    for settings that this code does not compute, another hidden size or another vocabulary, and without config.json.
     """
+    files.need_config()
     settings = {
         "vocab_size": target.num_embeddings,
         "max_position_embeddings": target.max_position_embeddings,

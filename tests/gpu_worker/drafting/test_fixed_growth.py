@@ -29,6 +29,16 @@ class _Candidates:
         return [[10 * token + rank + 1 for rank in range(count)] for token in last], [log_probs] * len(paths)
 
 
+class _Ranked(_Candidates):
+    """The same children, every one of them possible."""
+
+    def children(
+        self, normed: torch.Tensor, slots: list[int], positions: list[int], paths: list[list[int]], count: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        tokens, _ = super().children(normed, slots, positions, paths, count)
+        return tokens, [[-0.1 * (rank + 1) for rank in range(count)]] * len(paths)
+
+
 def _expand(rows: list[SequenceRows], recycled: torch.Tensor) -> HeadRows:
     return HeadRows(recycled, recycled)
 
@@ -59,6 +69,29 @@ def test_a_fixed_shape_leaves_out_what_is_worth_too_little_in_a_step() -> None:
     shape = TreeShape(max_depth=3, fixed=build_product_tree(RATES, 7), least_value=-2.5)
     tree = grow_trees(table, [0], [7], shape, state, _expand, _Candidates())  # type: ignore[arg-type]
     assert sorted(tree.tokens.tolist()[1:]) == [1, 2, 11]
+
+
+@pytest.mark.parametrize(
+    ("rates", "budgets", "expected"),
+    [
+        ([[0.2, 0.1, 0.5]], [1], [[3]]),
+        ([[0.02] * 10 + [0.5]], [1], [[11]]),
+        ([[0.2, 0.1, 0.5], [0.1, 0.6]], [1, 2], [[3], [3, 32]]),
+        ([[0.0]], [2], [[]]),
+    ],
+    ids=["the third", "behind more than a dynamic tree's children", "of two budgets", "none ever hits"],
+)
+def test_a_fixed_shape_may_want_a_candidate_without_those_before_it(
+    rates: list[list[float]], budgets: list[int], expected: list[list[int]]
+) -> None:
+    table = RequestTable(2, 64, 16, torch.device("cpu"))
+    slots = range(len(budgets))
+    for slot in slots:
+        table.admit(Admission(slot, 1, np.array([5, 6], dtype=np.int32), 2, 0, 0, SamplingRecord()))
+    state = HeadRows(torch.zeros(len(budgets), 4), torch.zeros(len(budgets), 4))
+    shape = TreeShape(max_depth=3, fixed=build_product_tree(rates, 64))
+    tree = grow_trees(table, slots, budgets, shape, state, _expand, _Ranked())  # type: ignore[arg-type]
+    assert [tree.tokens[tree.indptr[r] + 1 : tree.indptr[r + 1]].tolist() for r in slots] == expected
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,10 @@ from gpu_worker.sampling.sampler import Sampler
 from shared_mem.enums import SpeculationMethod
 from shared_mem.records import Admission, SamplingRecord
 
+HitRates = tuple[tuple[float, ...], ...]
+
+# With these rates 64 nodes end before the third depth.
+_RARE: HitRates = ((0.12,) * 8, (0.12,) * 8, (0.01,) + (0.0,) * 7)
 _VOCABULARY, _HIDDEN, _HEADS, _BUDGET = 100, 8, 3, 20
 
 
@@ -34,13 +38,15 @@ def _proposed(*, shared: bool, tree: bool = True, **sampling: Any) -> tuple[list
     return proposed.tokens.tolist(), proposed.parents.tolist(), proposed.depths.tolist()
 
 
-def _heads(*, shared: bool, vocabulary: int = _VOCABULARY) -> tuple[Any, torch.Tensor]:
+def _heads(*, shared: bool, vocabulary: int = _VOCABULARY, rates: HitRates = ()) -> tuple[Any, torch.Tensor]:
     """Three heads of different minds, and the output rows behind each."""
     weights = torch.randn(vocabulary, _HIDDEN) * 3
     outputs = [TorchOutputHead(Linear(weights)) for _ in range(1 if shared else _HEADS)]
     scales = torch.tensor([1.0, 0.7, -0.4])[None, :, None]
     heads = SimpleNamespace(
-        config=HeadConfig(HeadKind.MEDUSA, _HIDDEN, vocabulary, vocabulary, num_medusa_heads=_HEADS),
+        config=HeadConfig(
+            HeadKind.MEDUSA, _HIDDEN, vocabulary, vocabulary, num_medusa_heads=_HEADS, hit_rates=rates
+        ),
         outputs=outputs * _HEADS if shared else outputs,
         token_ids=None,
         dtype=torch.float32,
@@ -58,11 +64,12 @@ def _proposal(
     budget: int = _BUDGET,
     least: float = 0.0,
     vocabulary: int = _VOCABULARY,
+    rates: HitRates = (),
     **sampling: Any,
 ) -> tuple[DraftTree, torch.Tensor]:
     """What is proposed, and the log-probabilities [heads, V] of the heads behind it; as the worker builds it."""
     torch.manual_seed(0)
-    heads, weights = _heads(shared=shared, vocabulary=vocabulary)
+    heads, weights = _heads(shared=shared, vocabulary=vocabulary, rates=rates)
     table = RequestTable(2, 64, 16, torch.device("cpu"))
     sampler = Sampler(2, vocabulary, "cpu")
     method = SpeculationMethod.MEDUSA
@@ -156,13 +163,17 @@ def test_a_vocabulary_of_fewer_ids_than_a_depth_has_candidates(sampling: dict[st
 
 
 def test_however_rarely_the_last_head_hits_it_may_be_sure() -> None:
-    """With these rates 64 nodes end before the third depth."""
-    rates = [[0.12] * 8, [0.12] * 8, [0.01] + [0.0] * 7]
-    base = build_product_tree(rates, 64)
+    base = build_product_tree(_RARE, 64)
     assert max(base.depths) == 2
-    shape = with_best_chain(build_product_tree(rates, 64 - 3), rates)
+    shape = with_best_chain(build_product_tree(_RARE, 64 - 3), _RARE)
     sure: list[list[tuple[int, float]]] = [
         [(10 * d + r, -0.01 - 5.0 * r) for r in range(8)] for d in range(3)
     ]
     nodes = _best_nodes(shape, sure, budget=4, least_value=math.log(0.2))
     assert (nodes.tokens, nodes.parents) == ([0, 10, 20], [-1, 0, 1])
+
+
+def test_a_head_that_rarely_hits_is_drafted_behind_the_best_of_the_others() -> None:
+    tree, log_probs = _proposal(shared=True, tree=True, budget=64, rates=_RARE)
+    chain = tuple(log_probs.argmax(dim=-1).tolist())
+    assert [path for path in _paths(tree) if len(path) == _HEADS] == [chain]

@@ -136,6 +136,14 @@ def test_head_without_logits(kernels: NativeKernels, teams: Teams, format: Weigh
             assert torch.equal(linear.topk(teams(threads), x[:9], k)[2], lse[:9])
 
 
+def test_no_rows(kernels: NativeKernels, teams: Teams) -> None:
+    """Work of nothing ends at once: threads that share out no items would wait for each other for ever."""
+    linear, x = packed(kernels, WeightFormat.Q8_0, 80, 64), torch.zeros(0, 64)
+    assert linear.run(teams(2), x).shape == (0, 80)
+    assert linear.argmax(teams(2), x).shape == (0,)
+    assert [tuple(part.shape) for part in linear.topk(teams(2), x, 4)] == [(0, 4), (0, 4), (0,)]
+
+
 def test_ties_go_to_the_lowest_id(kernels: NativeKernels, teams: Teams) -> None:
     weight = torch.randn(700, 64, generator=torch.Generator().manual_seed(6))
     weight[400:650] = weight[1:251]

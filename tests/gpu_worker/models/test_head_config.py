@@ -49,6 +49,8 @@ def test_what_is_written_is_read() -> None:
         ({"num_kv_heads": 0}, "config.json: num_kv_heads is 0, must be above 0"),
         ({"hit_rates": [[0.5], [0.9, 0.5]]}, r"config.json: hit_rates of depth 2 are \[0.9, 0.5\], must be"),
         ({"hit_rates": [[-0.1]]}, "config.json: hit_rates of depth 1"),
+        ({"hit_rates": [[0.5], []]}, r"config.json: hit_rates of depth 2 are of 0 ranks, must be 1\.\.64"),
+        ({"hit_rates": [[0.01] * 65]}, r"config.json: hit_rates of depth 1 are of 65 ranks, must be 1\.\.64"),
         ({"hidden_layers": 3}, "config.json: unknown field 'hidden_layers'"),
     ],
 )

@@ -167,7 +167,7 @@ def test_head_computes_its_authors_formula(case: str, target: CausalLM, tmp_path
     pool = head.new_pool(1, 16)
     rows = head.forward(whole_batch(IDS, 16), before, pool, ReferenceAttention(), recycled=False)
     torch.testing.assert_close(rows.recycled, recycled, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(head.output.logits(rows.normed), logits, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(head.output.logits(rows.normed), logits, rtol=1e-4, atol=1e-4)
     assert recycled.std() > 0.05
 
 

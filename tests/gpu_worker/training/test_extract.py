@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from gpu_worker.attention.reference import ReferenceAttention
+from gpu_worker.errors import ModelError
 from gpu_worker.training.conversations import read_shard, shard_path, shard_paths, write_shard
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.extract import Extractor, prefill_batch
 from gpu_worker.training.features import FeatureMeta, FeatureShard, feature_path, feature_paths, law_rows
+from gpu_worker.training.whole_file import whole_file
 from tests.gpu_worker.forwarding import prompt_logits
 from tests.gpu_worker.training.samples import random_conversations
 
@@ -94,3 +96,64 @@ def test_conversations_survive_the_disk(tmp_path: Path) -> None:
     conversations = random_conversations(7, seed=3)
     write_shard(shard_path(tmp_path, 0), conversations)
     assert list(read_shard(shard_path(tmp_path, 0))) == conversations
+
+
+def test_conversations_that_changed_are_extracted_anew(extractor: Extractor, tmp_path: Path) -> None:
+    first, second = random_conversations(3, seed=5), random_conversations(2, seed=6)
+    features = tmp_path / "features"
+    write_shard(shard_path(tmp_path, 0), first)
+    write_shard(shard_path(tmp_path, 1), second)
+    begun: list[tuple[int, int]] = []
+    extractor.write(tmp_path, features, begin=lambda *facts: begun.append(facts))
+    every = [*first, *second]
+    assert begun == [(sum(len(one.token_ids) for one in every), extractor.bytes_needed(every))]
+    assert feature_path(features, 0).stat().st_mode & 0o777 == 0o644
+    kept = feature_path(features, 0).stat().st_ino
+    assert extractor.write(tmp_path, features) == 0
+    others = random_conversations(1, seed=7)
+    write_shard(shard_path(tmp_path, 1), others)
+    assert extractor.write(tmp_path, features) == len(others[0].token_ids)
+    assert FeatureShard(feature_path(features, 1)).token_ids.tolist() == list(others[0].token_ids)
+    assert feature_path(features, 0).stat().st_ino == kept
+
+
+@pytest.mark.parametrize(
+    ("conversation", "message"),
+    [
+        ('{"token_ids":[1,2,3],"answers":[[1,9]],"greedy":true}', r"answers has \[1, 9\].* within 3 tokens"),
+        ('{"token_ids":[1,2,3],"answers":[[2,2]],"greedy":true}', r"answers has \[2, 2\]"),
+        (
+            '{"token_ids":[1,2,3],"answers":[[1,3],[2,3]],"greedy":true}',
+            r"answers has \[2, 3\], must begin at 3",
+        ),
+        ('{"token_ids":[1,-2,3],"answers":[[1,3]],"greedy":true}', "token_ids has -2, below 0"),
+        ('{"token_ids":[1,99999,3],"answers":[[1,3]],"greedy":true}', r"token_ids has 99999, not in 0\.\."),
+    ],
+)
+def test_a_conversation_that_cannot_be_is_named(
+    conversation: str, message: str, extractor: Extractor, tmp_path: Path
+) -> None:
+    good = '{"token_ids":[1,2,3],"answers":[[1,3]],"greedy":true}'
+    shard_path(tmp_path, 0).write_text(f"{good}\n{conversation}\n", encoding="utf-8")
+    with pytest.raises(ModelError, match=f"conversations-00000.jsonl:2: {message}"):
+        extractor.write(tmp_path, tmp_path / "features")
+    assert not (tmp_path / "features").exists()
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("", encoding="utf-8")
+    with (
+        pytest.raises(TrainingError, match="taken: cannot be written: "),
+        whole_file(tmp_path / "taken") as part,
+    ):
+        part.write_text("half", encoding="utf-8")
+
+    def fill(path: Path) -> None:
+        with whole_file(path) as part:
+            part.write_text("half", encoding="utf-8")
+            raise RuntimeError("no room\nand where in the library")
+
+    with pytest.raises(TrainingError, match=r"full: cannot be written: no room$"):
+        fill(tmp_path / "full")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["taken"]

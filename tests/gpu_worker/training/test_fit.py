@@ -18,13 +18,14 @@ from gpu_worker.models.heads.config import SECTION, HeadConfig, HeadKind
 from gpu_worker.models.heads.tensors import tensor_shapes
 from gpu_worker.training import hit_rates as hit_rates_module
 from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.export import export_head
 from gpu_worker.training.frozen_target import FrozenTarget
 from gpu_worker.training.schedule import learning_rate
 from gpu_worker.weights.draft_checkpoint import load_draft_model
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
 from tests.gpu_worker.training.processes import run_python
-from tests.gpu_worker.training.samples import trainer
+from tests.gpu_worker.training.samples import draft_objective, trainer
 
 
 def _losses(directory: Path) -> list[tuple[int, str]]:
@@ -123,11 +124,35 @@ def test_the_command_writes_a_head_and_goes_on_from_it(features_dir: Path, tmp_p
     assert config.vocab_size == 300
     assert config.hit_rates == ()  # so few conversations that none is held out
     assert config.draft_vocab_size == len(tensors["draft_ids"]) == 100
-    assert "Acceptance" in (output / "README.md").read_text()
+    card = (output / "README.md").read_text()
+    assert "Not measured: no conversation was held out." in card
+    assert "| greedy |" not in card
+    assert not (output / "validation.csv").exists()
+    assert len((output / "train.csv").read_text().splitlines()) == 2  # the last step ends the only interval
     second = _fit(features_dir, output, 6)
     assert second.returncode == 0, second.stderr
     assert json.loads((output / "summary.json").read_text())["position"]["step"] == 6
     assert not torch.equal(load_file(output / "model.safetensors")["fuse.weight"], tensors["fuse.weight"])
+
+
+def test_all_heads_that_medusa_starts_with_are_trained(
+    frozen: FrozenTarget, features_dir: Path, tmp_path: Path
+) -> None:
+    module, vocabulary = draft_objective(HeadKind.MEDUSA, frozen, vocabulary=100)
+    heads = module.head.config.num_medusa_heads
+    first, output = tmp_path / "first", tmp_path / "second"
+    export_head(first, module.head, module.head.config, vocabulary.ids, "", torch.float32)
+    options = (
+        *("-m", "gpu_worker.training.cli", "fit", "medusa", "--features", str(features_dir), "--steps=1"),
+        *("--output", str(output), f"--start-from={first}", "--rows=40", "--threads=1", "--draft-vocab=100"),
+    )
+    for other in (heads - 1, heads + 1):
+        refused = run_python(*options, f"--unroll={other}")
+        assert refused.returncode == 1
+        assert f"error: unroll: {other}, {first} has {heads} heads" in refused.stderr
+    done = run_python(*options)
+    assert done.returncode == 0, done.stderr
+    assert f"| unrolled steps | {heads} |" in (output / "README.md").read_text()
 
 
 def test_rates_of_a_few_rows_do_not_add_up_to_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:

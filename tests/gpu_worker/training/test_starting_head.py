@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from gpu_worker.models.heads.config import HeadConfig, HeadKind
 from gpu_worker.training.batches import DraftVocabulary
 from gpu_worker.training.dataset import FeatureDataset
+from gpu_worker.training.eagle_from_mtp import eagle_from_mtp
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.export import export_head
 from gpu_worker.training.features import feature_paths
@@ -22,6 +23,7 @@ from gpu_worker.training.modules.medusa import MedusaHeads
 from gpu_worker.training.new_head import default_objective, new_head
 from gpu_worker.training.objective import DraftObjective
 from gpu_worker.training.starting_head import StartingHead
+from gpu_worker.weights.head_checkpoint import load_head
 from tests.gpu_worker.training.processes import run_python
 from tests.gpu_worker.training.samples import draft_objective
 
@@ -216,3 +218,28 @@ def test_the_command_goes_on_from_a_head_with_more_ids(
     other = run_python(*options, f"--draft-vocab={_MORE + 10}")
     assert other.returncode != 0
     assert f"made with draft_vocab {_MORE}, not {_MORE + 10}" in other.stderr
+
+
+def test_the_command_makes_an_eagle_head_of_an_mtp_head(
+    frozen: FrozenTarget, features_dir: Path, tmp_path: Path
+) -> None:
+    module, vocabulary = draft_objective(HeadKind.MTP, frozen, vocabulary=_FEW, num_layers=2)
+    with torch.no_grad():
+        for parameter in module.head.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.manual_seed(5)))
+    first, output = tmp_path / "mtp", tmp_path / "eagle"
+    export_head(first, module.head, module.head.config, vocabulary.ids, "", torch.float32)
+    done = run_python(
+        *("-m", "gpu_worker.training.cli", "fit", "eagle", "--features", str(features_dir)),
+        *("--output", str(output), f"--start-from={first}", "--steps=1", "--learning-rate=1e-9"),
+        *("--rows=40", "--unroll=2", "--threads=1", "--precision=float32", f"--draft-vocab={_FEW}"),
+    )
+    assert done.returncode == 0, done.stderr
+    made, mtp = load_head(str(output), frozen.config), load_head(str(first), frozen.config)
+    assert (made.config.kind, made.config.num_layers) == (HeadKind.EAGLE, 2)
+    sizes = _dataset(HeadKind.EAGLE, features_dir).input_sizes(frozen.embedding)
+    _, folded = eagle_from_mtp(mtp.config, mtp.tensors, sizes)
+    assert made.tensors.keys() == folded.keys()
+    for name, tensor in folded.items():  # written in bfloat16
+        torch.testing.assert_close(made.tensors[name].float(), tensor.float(), rtol=1e-2, atol=1e-3, msg=name)
+    assert not torch.allclose(made.tensors["combine.weight"].float(), mtp.tensors["combine.weight"], rtol=0.5)

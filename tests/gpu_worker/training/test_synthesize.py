@@ -279,3 +279,60 @@ def test_spans_of_answers_that_a_template_renders_otherwise_are_dropped(engine) 
     assert [chat.text(d.token_ids[a:b]) for d in [answered(list("the quick"))] for a, b in d.answers] == [
         "no"
     ]
+
+
+def _shards(directory: Path) -> list[int]:
+    """Conversations of each shard that is there."""
+    return [len(list(read_shard(path))) for path in shard_paths(directory)]
+
+
+def test_shards_that_documents_answer_are_written_one_by_one(engine, tmp_path: Path, monkeypatch) -> None:
+    """Nothing is generated for them, so nothing else would end the loop that begins shards."""
+    chat = ChatTemplate(Path(engine.facts.tokenizer_path))
+    fox = DocumentPrompts(
+        [Passage(f"the quick brown fox jumps over the lazy dog {i} {i}") for i in range(400)]
+    )
+    settings = SynthesisSettings(
+        24, shard_size=8, document_share=1.0, answered_share=1.0, quoting_share=0.0, second_turn_share=0.0
+    )
+    generator = _Scripted(chat, " and what else?", "because of that")
+    ends = frozenset(engine.facts.eos_token_ids)
+    synthesizer = Synthesizer(generator, chat, ends, settings, documents=fox)  # type: ignore[arg-type]
+    begin, there = synthesizer._begin, []
+
+    def watched(shard, owners) -> None:
+        there.append(len(list(tmp_path.glob("conversations-*.jsonl"))))
+        begin(shard, owners)
+        shard.drafts.clear()  # of the few that no document can answer
+        owners.clear()
+        generator._waiting.clear()
+
+    monkeypatch.setattr(synthesizer, "_begin", watched)
+    monkeypatch.setattr(generator, "step", lambda: [])
+    synthesizer.write(tmp_path, lambda *facts: None)
+    assert there == [0, 1, 2]
+
+
+def test_a_directory_grows_and_keeps_to_what_it_was_made_from(engine, tmp_path: Path) -> None:
+    prompts = [(f"hello {i}",) for i in range(6)]
+    told: list[tuple[int, int, float]] = []
+    _synthesizer(engine, prompts, 1).write(tmp_path, lambda *facts: None)
+    assert _shards(tmp_path) == [1]
+    _synthesizer(engine, prompts, 3).write(tmp_path, lambda *facts: told.append(facts))
+    assert _shards(tmp_path) == [2, 1]
+    assert told[-1][0] == 3
+    before = shard_path(tmp_path, 0).read_bytes()
+    _synthesizer(engine, prompts, 4).write(tmp_path, lambda *facts: None)
+    assert _shards(tmp_path) == [2, 2]
+    assert shard_path(tmp_path, 0).read_bytes() == before
+    assert _synthesizer(engine, prompts, 2).write(tmp_path, lambda *facts: None) == 0
+    with pytest.raises(TrainingError, match=r"conversations-00000.jsonl: answers other prompts"):
+        _synthesizer(engine, [("other",), *prompts[1:]], 4).write(tmp_path, lambda *facts: None)
+    other = SynthesisSettings(4, shard_size=2, max_prompt_tokens=20, max_answer_tokens=11, greedy_share=0.5)
+    chat = ChatTemplate(Path(engine.facts.tokenizer_path))
+    ends = frozenset(engine.facts.eos_token_ids)
+    with pytest.raises(TrainingError, match=r"synthesis.json: .* max_answer_tokens 10, not 11"):
+        Synthesizer(_generator(engine), chat, ends, other, prompts).write(tmp_path, lambda *facts: None)
+    named = Synthesizer(_generator(engine), chat, ends, other, prompts, target={"dtype": "int8"})
+    with pytest.raises(TrainingError, match="dtype None, not 'int8'"):
+        named.write(tmp_path, lambda *facts: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Callable
@@ -202,6 +203,57 @@ def test_own_layout_faults(tmp_path: Path) -> None:
     refused(tmp_path / "d", {SECTION: config.to_json() | {"mystery": 1}}, tensors, "unknown field 'mystery'")
     refused(tmp_path / "e", {SECTION: []}, tensors, "expected an object")
     refused(tmp_path / "f", section, tensors | {"extra": torch.zeros(1)}, "tensor extra cannot be used")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_weights_that_are_not_finite(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    config = decoder_head_config(HeadKind.EAGLE3, TARGET)
+    tensors = {name: tensor.to(dtype) for name, tensor in heads.random(1, **tensor_shapes(config)).items()}
+    section = {SECTION: config.to_json()}
+    loaded = load_head(str(write(tmp_path / "whole", section, tensors)), TARGET)
+    assert loaded.tensors.keys() == tensors.keys()
+    for name in ("fuse.weight", "layers.0.mlp.down_proj.weight", "norm.weight"):
+        spoiled = tensors[name].to(torch.float32, copy=True)
+        spoiled.flatten()[-1] = value
+        match = rf"model\.safetensors: tensor {re.escape(name)} holds values that are not finite"
+        refused(tmp_path / name, section, tensors | {name: spoiled.to(dtype)}, match)
+
+
+def test_published_and_pickled_weights_that_are_not_finite(tmp_path: Path) -> None:
+    config, tensors = heads.eagle()
+    tensors["fc.weight"][3, 5] = math.nan
+    refused(
+        tmp_path / "eagle",
+        config,
+        tensors,
+        r"model\.safetensors: tensor fc\.weight holds values that are not",
+    )
+    tensors = heads.medusa()
+    tensors["1.0.linear.weight"][0, 0] = math.inf
+    write(tmp_path / "medusa", None, tensors, "medusa_lm_head.pt")
+    with pytest.raises(ModelError, match=r"medusa_lm_head\.pt: tensor 1\.0\.linear\.weight holds values"):
+        load_head(str(tmp_path / "medusa"), TARGET)
+
+
+@pytest.mark.parametrize("kind", HeadKind)
+def test_our_own_layout_without_its_config(tmp_path: Path, kind: HeadKind) -> None:
+    if kind is HeadKind.MEDUSA:
+        tensors: Tensors = {"medusa.0.blocks.0.weight": torch.zeros(H, H)}
+    else:
+        tensors = heads.random(1, **tensor_shapes(decoder_head_config(kind, TARGET)))
+    write(tmp_path / "bad" / "noconf", None, tensors)
+    with pytest.raises(ModelError, match=r"bad/noconf: has no config\.json"):
+        load_head(str(tmp_path / "bad" / "noconf"), TARGET)
+    with pytest.raises(ModelError, match=r"bad/noconf(/model\.safetensors)?: has no config\.json"):
+        load_head(str(tmp_path / "bad" / "noconf" / "model.safetensors"), TARGET)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:7])
+def test_a_published_layout_without_its_config(tmp_path: Path, layout: Layout) -> None:
+    write(tmp_path / "head", None, layout()[1])
+    with pytest.raises(ModelError, match=r"head: has no config\.json"):
+        load_head(str(tmp_path / "head"), TARGET)
 
 
 def test_unknown_layout_lists_tensors(tmp_path: Path) -> None:

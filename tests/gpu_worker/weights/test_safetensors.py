@@ -11,9 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from gpu_worker.errors import ModelError
 from gpu_worker.models.base import CausalLM
+from gpu_worker.models.heads.config import SECTION, HeadKind, decoder_head_config
+from gpu_worker.weights.draft_checkpoint import load_draft_model
 from gpu_worker.weights.loader import load_model
 from gpu_worker.weights.resolve import resolve_model
 from tests.gpu_worker.forwarding import prompt_logits
+from tests.gpu_worker.weights.published_heads import write
 from tests.models import make_tiny_llama
 
 IDS = [1, 30, 77, 5, 260, 14]
@@ -125,6 +128,18 @@ def test_config_that_is_no_object_is_refused(tmp_path: Path, content: str) -> No
     (directory / "config.json").write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ModelError, match=r"config\.json: (cannot be read as JSON|holds a list, expected)"):
         load(directory)
+
+
+def test_a_drafting_head_is_no_model(tmp_path: Path) -> None:
+    target = load(make_tiny_llama(tmp_path / "target"))
+    config = {SECTION: decoder_head_config(HeadKind.EAGLE3, target.config).to_json()}
+    directory = write(tmp_path / "head", config, {"fuse.weight": torch.zeros(2)})
+    match = r"head/config\.json: this is a drafting head, not a model; it is given with --head"
+    with pytest.raises(ModelError, match=match):
+        load(directory)
+    cpu = torch.device("cpu")
+    with pytest.raises(ModelError, match=match):
+        load_draft_model(str(directory), target, tmp_path / "target", "float32", cpu, None)
 
 
 def test_empty_index_is_refused(tmp_path: Path) -> None:
