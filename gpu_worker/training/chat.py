@@ -65,7 +65,8 @@ class ChatTemplate:
         prompt = self.prompt(messages[:-1])
         ids = self._encode(self._render(messages, answer=False))
         start = len(prompt)
-        end = next((i for i in range(start, len(ids)) if ids[i] in self._tokenizer.all_special_ids), 0)
+        ends = set(self._tokenizer.all_special_ids)
+        end = next((i for i in range(start, len(ids)) if ids[i] in ends), 0)
         return (ids[: end + 1], start) if ids[:start] == prompt and end else None
 
     def has_control_tokens(self, text: str) -> bool:

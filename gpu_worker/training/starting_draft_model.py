@@ -18,6 +18,7 @@ from gpu_worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 # Of its config.json, as the target has it: the same widths could be split into heads in another way.
 _FORM = (
     "architecture",
+    "num_embeddings",
     "hidden_size",
     "intermediate_size",
     "num_heads",

@@ -270,7 +270,7 @@ def test_admin_failures(service: FakeService):
     result = run_admin(service, "set-speculation", "--method", "mtp")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "error: FAILED_PRECONDITION (PRECONDITION): method: mtp is not loaded\n"
-    for wrong in (["--method", "magic"], ["--max-draft-tokens", "0"], ["--disable-at-batch-size", "-1"]):
+    for wrong in (["--method", "magic"], ["--num-draft-tokens", "0"], ["--disable-at-batch-size", "-1"]):
         assert run_admin(service, "set-speculation", *wrong).exit_code == 2
     assert CliRunner().invoke(build_app(), ["admin", "flush-cache"]).exit_code == 2  # names no server
     assert not service.changes

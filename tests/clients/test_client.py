@@ -385,3 +385,11 @@ def test_messages_over_grpc_s_own_4_mib_pass_both_ways(service: FakeService):
     size = 5 << 20
     with Client(service.address) as client:
         assert len(client.tokenize("a" * size)) == size
+
+
+def test_a_timeout_that_is_no_number_is_refused():
+    with pytest.raises(InvalidArgumentError, match="timeout: nan is no number of seconds"):
+        Attempts(NO_RETRY, float("nan"))
+    remaining = Attempts(NO_RETRY, 0).remaining()
+    assert remaining is not None
+    assert remaining <= 0  # a deadline that has passed is one, and ends the call at once

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import dataclass
 
-from draftline.errors import DraftlineError, UnavailableError
+from draftline.errors import DraftlineError, UnavailableError, invalid_field
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,9 @@ class Attempts:
     """The tries of one call under one deadline."""
 
     def __init__(self, policy: RetryPolicy, timeout: float | None) -> None:
+        """timeout: seconds, None for no deadline. Raises InvalidArgumentError for NaN, which no clock reaches."""
+        if timeout is not None and math.isnan(timeout):
+            raise invalid_field("timeout", f"{timeout} is no number of seconds")
         self._policy = policy
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._failed = 0

@@ -108,6 +108,9 @@ def test_another_split_into_heads_and_unknown_parts_are_nothing_to_go_on_from(
     (tmp_path / "config.json").write_text(json.dumps(told | other))
     with pytest.raises(TrainingError, match=f"num_heads is {2 * heads}, the target's {heads}"):
         StartingDraftModel.load(str(tmp_path), frozen, 0)
+    (tmp_path / "config.json").write_text(json.dumps(told | {"vocab_size": told["vocab_size"] + 8}))
+    with pytest.raises(TrainingError, match=r"num_embeddings is \d+, the target's"):
+        StartingDraftModel.load(str(tmp_path), frozen, 0)
     (tmp_path / "config.json").write_text(json.dumps(told))
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {"model.layers.0.mlp.up_proj.bias": torch.ones(4)}, tmp_path / "model.safetensors")

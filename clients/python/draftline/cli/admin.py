@@ -33,7 +33,13 @@ def set_speculation(
         ),
     ] = None,
     max_draft_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most draft tokens per step, whatever requests ask for.")
+        int | None,
+        typer.Option(
+            "--num-draft-tokens",
+            "--max-draft-tokens",
+            min=1,
+            help="Most draft tokens per step, whatever requests ask for.",
+        ),
     ] = None,
     disable_at_batch_size: Annotated[
         int | None, typer.Option(min=0, help="Sequences from which on nobody drafts; 0: never.")
