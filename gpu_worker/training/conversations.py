@@ -12,6 +12,8 @@ import numpy.typing as npt
 from gpu_worker.errors import ModelError
 from gpu_worker.training.whole_file import whole_file
 
+_MAX_IDS = 1 << 31  # feature shards hold ids as int32
+
 
 class Conversation(msgspec.Struct, frozen=True):
     """One training text. answers: [start, stop) index pairs of token_ids: what is learnt, in ascending order.
@@ -65,10 +67,10 @@ def shard_paths(directory: Path) -> list[Path]:
     return paths
 
 
-def read_shard(path: Path, vocab_size: int | None = None) -> Iterator[Conversation]:
+def read_shard(path: Path, vocab_size: int = _MAX_IDS) -> Iterator[Conversation]:
     """The conversations of one shard. Raises ModelError naming file and line for a line that is none.
 
-    vocab_size: where ids must lie below it.
+    vocab_size: all ids must lie below it.
     """
     decode = msgspec.json.Decoder(Conversation).decode
     with path.open("rb") as lines:
@@ -81,7 +83,7 @@ def read_shard(path: Path, vocab_size: int | None = None) -> Iterator[Conversati
             yield conversation
 
 
-def _check(conversation: Conversation, vocab_size: int | None, where: str) -> None:
+def _check(conversation: Conversation, vocab_size: int, where: str) -> None:
     ids, end = conversation.token_ids, 0
     for start, stop in conversation.answers:
         if not end <= start < stop <= len(ids):
@@ -90,7 +92,6 @@ def _check(conversation: Conversation, vocab_size: int | None, where: str) -> No
                 f" within {len(ids)} tokens"
             )
         end = stop
-    lowest, highest = min(ids, default=0), max(ids, default=0)
-    if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
-        known = "below 0" if lowest < 0 else f"not in 0..{(vocab_size or 0) - 1}"
-        raise ModelError(f"{where}: token_ids has {lowest if lowest < 0 else highest}, {known}")
+    for extreme in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= extreme < vocab_size:
+            raise ModelError(f"{where}: token_ids has {extreme}, not in 0..{vocab_size - 1}")

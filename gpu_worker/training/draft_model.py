@@ -5,19 +5,17 @@ Its directory holds no embedding and no output rows: the service lends it the ta
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from gpu_worker.models.config import ARCHITECTURES, ModelConfig
 from gpu_worker.models.heads.tensors import DRAFT_IDS
 from gpu_worker.training.errors import TrainingError
+from gpu_worker.training.export import write_checkpoint
 from gpu_worker.training.frozen_target import FrozenTarget
 from gpu_worker.training.modules.draft_model import DraftModel
-from gpu_worker.training.whole_file import whole_file
 
 
 def new_draft_model(target: FrozenTarget, num_layers: int) -> DraftModel:
@@ -52,14 +50,7 @@ def export_draft_model(
     }
     if len(draft_ids) < target.config.vocab_size:
         tensors[DRAFT_IDS] = draft_ids.long()
-    directory.mkdir(parents=True, exist_ok=True)
-    with whole_file(directory / "model.safetensors") as unfinished:
-        save_file(tensors, unfinished, metadata={"format": "pt"})
-    config = json.dumps(_hub_config(target.config, len(module.layers)), indent=2)
-    for name, content in (("config.json", config + "\n"), ("README.md", card)):
-        with whole_file(directory / name) as unfinished:
-            unfinished.write_text(content, encoding="utf-8")
-    return (directory / "model.safetensors").stat().st_size
+    return write_checkpoint(directory, tensors, _hub_config(target.config, len(module.layers)), card)
 
 
 def _hub_config(model: ModelConfig, num_layers: int) -> dict[str, Any]:

@@ -37,12 +37,18 @@ def export_head(
             raise TrainingError(
                 f"{directory}: tensor {name} is {found.get(name)}, the configuration says {shapes.get(name)}"
             )
+    return write_checkpoint(directory, tensors, {SECTION: config.to_json()}, card)
+
+
+def write_checkpoint(
+    directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], card: str
+) -> int:
+    """Writes model.safetensors, config.json and README.md, each as a whole; the size of the weights in bytes."""
     directory.mkdir(parents=True, exist_ok=True)
     weights = directory / "model.safetensors"
     with whole_file(weights) as unfinished:
         save_file(tensors, unfinished, metadata={"format": "pt"})
-    text = json.dumps({SECTION: config.to_json()}, indent=2)
-    for name, content in (("config.json", text + "\n"), ("README.md", card)):
+    for name, content in (("config.json", json.dumps(config, indent=2) + "\n"), ("README.md", card)):
         with whole_file(directory / name) as unfinished:
             unfinished.write_text(content, encoding="utf-8")
     return weights.stat().st_size

@@ -85,9 +85,10 @@ class Extractor:
             source = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
             if features_source(feature_path(directory, index)) not in (source, ""):
                 work.append((index, source, fresh))
-        needed = self._room([conversation for _, _, shard in work for conversation in shard], directory)
+        every = [conversation for _, _, shard in work for conversation in shard]
+        needed = self._room(every, directory)
         self._meta.write(directory)
-        total = sum(len(conversation.token_ids) for _, _, shard in work for conversation in shard)
+        total = sum(len(conversation.token_ids) for conversation in every)
         if begin is not None:
             begin(total, needed)
         started, done = time.monotonic(), 0

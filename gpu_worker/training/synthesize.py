@@ -111,7 +111,11 @@ class Synthesizer:
                 running.remove(shard)
                 written = [shard.conversations[serial] for serial in sorted(shard.conversations)]
                 write_shard(shard.path, written)
-                record.add(directory, shard.index, ShardRecord(shard.count, self._prompts_digest(shard)))
+                record.add(
+                    directory,
+                    shard.index,
+                    ShardRecord(shard.count, self._prompts_digest(shard.index, shard.count)),
+                )
                 conversations += len(written)
                 tokens += sum(conversation.num_answer_tokens for conversation in written)
                 report(conversations, tokens, time.monotonic() - started)
@@ -130,32 +134,28 @@ class Synthesizer:
             path = shard_path(directory, index)
             count = min(settings.shard_size, settings.num_conversations - index * settings.shard_size)
             known = record.shards.get(index)
-            if not path.exists():
+            if known is not None and self._prompts_digest(index, known.count) != known.prompts:
+                raise TrainingError(
+                    f"{path}: answers other prompts than are given now: give --conversations another directory"
+                )
+            if path.exists() and (known is None or known.count >= count):
+                there += count
+            else:
                 missing.append(_Shard(index, path, count))
-                continue
-            if known is not None:
-                like_known = _Shard(index, path, known.count)
-                if self._prompts_digest(like_known) != known.prompts:
-                    raise TrainingError(
-                        f"{path}: answers other prompts than are given now: give --conversations another directory"
-                    )
-                if known.count < count:
-                    missing.append(_Shard(index, path, count))
-                    continue
-            there += count
         return missing, there
 
-    def _prompts_digest(self, shard: _Shard) -> str:
+    def _prompts_digest(self, index: int, count: int) -> str:
         """Of the users' turns that a shard is given; empty where the target writes them."""
         if self._prompts is None:
             return ""
-        turns = [list(turns) for turns in self._given(shard)]
+        turns = [list(turns) for turns in self._given(index, count)]
         return hashlib.blake2b(json.dumps(turns).encode(), digest_size=16).hexdigest()
 
-    def _given(self, shard: _Shard) -> Sequence[Sequence[str]]:
+    def _given(self, index: int, count: int) -> Sequence[Sequence[str]]:
+        """The users' turns of the first `count` conversations of a shard."""
         assert self._prompts is not None
-        first = shard.index * self._settings.shard_size
-        return self._prompts[first : first + shard.count]
+        first = index * self._settings.shard_size
+        return self._prompts[first : first + count]
 
     def _begin(self, shard: _Shard, owners: dict[int, _Shard]) -> None:
         """Submits the first turn of each of the shard's conversations."""
@@ -164,7 +164,7 @@ class Synthesizer:
                 if not self._start_with_document(shard, owners):
                     self._start(shard, owners)
             return
-        for turns in self._given(shard):
+        for turns in self._given(shard.index, shard.count):
             draft = self._draft(shard)
             draft.goes_on, draft.given = True, list(turns)
             self._ask(shard, draft, owners)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftline.errors import invalid_field
 from draftline.labels import METHODS, label_of, number_of
+from draftline.requests import set_field
 from draftline.v1 import admin_pb2, info_pb2
 
 
@@ -37,11 +37,7 @@ def set_speculation_request(
         ("max_draft_tokens", max_draft_tokens),
         ("disable_at_batch_size", disable_at_batch_size),
     ):
-        if value is not None:
-            try:
-                setattr(request, name, value)
-            except (TypeError, ValueError) as error:
-                raise invalid_field(name, f"{value!r} cannot be sent: {error}") from error
+        set_field(request, name, value, "")
     return request
 
 

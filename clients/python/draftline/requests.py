@@ -47,25 +47,25 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     request = generation_pb2.GenerateRequest()
     _set_prompt(request.prompt, prompt)
     for name in ("request_id", "model", "n", "priority", "cache_salt"):
-        _set(request, name, getattr(options, name), "")
+        set_field(request, name, getattr(options, name), "")
     for name in _SAMPLING:
-        _set(request.sampling_params, name, getattr(options, name), "sampling_params.")
+        set_field(request.sampling_params, name, getattr(options, name), "sampling_params.")
     for name in _STOPPING:
         value = getattr(options, name)
         if name == "stop" and isinstance(value, str):  # else a sequence of its letters
             value = (value,)
-        _set(request.stopping, name, value, "stopping.")
+        set_field(request.stopping, name, value, "stopping.")
     for name in _OUTPUT:
-        _set(request.output, name, getattr(options, name), "output.")
+        set_field(request.output, name, getattr(options, name), "output.")
     speculation = request.speculation
     if options.speculation is not None:
         speculation.method = number_of(METHODS, options.speculation, "speculation.method")
     if options.acceptance_rule is not None:
         field = "speculation.acceptance_rule"
         speculation.acceptance_rule = number_of(ACCEPTANCE_RULES, options.acceptance_rule, field)
-    _set(speculation, "max_draft_tokens", options.num_draft_tokens, "speculation.")
+    set_field(speculation, "max_draft_tokens", options.num_draft_tokens, "speculation.")
     for name in ("typical_epsilon", "typical_delta", "threshold"):
-        _set(speculation, name, getattr(options, name), "speculation.")
+        set_field(speculation, name, getattr(options, name), "speculation.")
     return request
 
 
@@ -73,7 +73,7 @@ def tokenize_request(prompt: Prompt, model: str) -> generation_pb2.TokenizeReque
     """The message that asks for a prompt's ids. Raises as generate_request does."""
     request = generation_pb2.TokenizeRequest()
     _set_prompt(request.prompt, prompt)
-    _set(request, "model", model, "")
+    set_field(request, "model", model, "")
     return request
 
 
@@ -82,22 +82,22 @@ def detokenize_request(
 ) -> generation_pb2.DetokenizeRequest:
     """The message that asks for the text of ids. Raises as generate_request does."""
     request = generation_pb2.DetokenizeRequest()
-    _set(request, "token_ids", token_ids, "")
-    _set(request, "special_tokens", special_tokens, "")
-    _set(request, "model", model, "")
+    set_field(request, "token_ids", token_ids, "")
+    set_field(request, "special_tokens", special_tokens, "")
+    set_field(request, "model", model, "")
     return request
 
 
 def abort_request(request_ids: Sequence[str]) -> generation_pb2.AbortRequest:
     """The message that ends requests. Raises as generate_request does."""
     request = generation_pb2.AbortRequest()
-    _set(request, "request_ids", request_ids, "")
+    set_field(request, "request_ids", request_ids, "")
     return request
 
 
 def _set_prompt(message: generation_pb2.Prompt, prompt: Prompt) -> None:
     if isinstance(prompt, str):
-        _set(message, "text", prompt, "prompt.")
+        set_field(message, "text", prompt, "prompt.")
     elif isinstance(prompt, Chat):
         message.chat.SetInParent()
         for position, turn in enumerate(prompt.messages):
@@ -112,7 +112,7 @@ def _set_prompt(message: generation_pb2.Prompt, prompt: Prompt) -> None:
         raise invalid_field("prompt", f"{_short(prompt)} is neither text, a Chat nor a list of token ids")
     else:
         message.tokens.SetInParent()  # an empty list is still a list: the service says what is wrong with it
-        _set(message.tokens, "ids", prompt, "prompt.tokens.")
+        set_field(message.tokens, "ids", prompt, "prompt.tokens.")
 
 
 def _add_turn(chat: generation_pb2.ChatPrompt, turn: Message | Mapping[str, str], path: str) -> None:
@@ -125,11 +125,11 @@ def _add_turn(chat: generation_pb2.ChatPrompt, turn: Message | Mapping[str, str]
         if getattr(turn, name) is None:
             raise invalid_field(f"{path}.{name}", "None is no text")
     added = chat.messages.add()
-    _set(added, "role", turn.role, f"{path}.")
-    _set(added, "content", turn.content, f"{path}.")
+    set_field(added, "role", turn.role, f"{path}.")
+    set_field(added, "content", turn.content, f"{path}.")
 
 
-def _set(message: ProtoMessage, name: str, value: Any, path: str) -> None:
+def set_field(message: ProtoMessage, name: str, value: Any, path: str) -> None:
     """Sets a scalar, repeated or map field; None leaves it unset. The error names field and value."""
     if value is None:
         return

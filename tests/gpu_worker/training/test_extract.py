@@ -126,7 +126,7 @@ def test_conversations_that_changed_are_extracted_anew(extractor: Extractor, tmp
             '{"token_ids":[1,2,3],"answers":[[1,3],[2,3]],"greedy":true}',
             r"answers has \[2, 3\], must begin at 3",
         ),
-        ('{"token_ids":[1,-2,3],"answers":[[1,3]],"greedy":true}', "token_ids has -2, below 0"),
+        ('{"token_ids":[1,-2,3],"answers":[[1,3]],"greedy":true}', r"token_ids has -2, not in 0\.\."),
         ('{"token_ids":[1,99999,3],"answers":[[1,3]],"greedy":true}', r"token_ids has 99999, not in 0\.\."),
     ],
 )
