@@ -6,16 +6,17 @@ the parts, chooses among their nodes and learns from what the target emitted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-import numpy as np
 import torch
 
 from gpu_worker.draft_tree import DraftTree, tree_of
 from gpu_worker.drafting.base import Drafter, DraftRequest, TargetHidden, TargetProgress
+from gpu_worker.drafting.part_choice import PartChoice
 from gpu_worker.drafting.success import SuccessRates
 from gpu_worker.drafting.trie import ROOT, DraftTrie, Grade
 from gpu_worker.request_state import RequestTable
@@ -29,6 +30,7 @@ class _Proposal:
 
     length: int  # known tokens when it was made
     trie: DraftTrie
+    asked: int  # bit mask of the parts that were asked, whether they had something to propose or not
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,9 @@ class _Segment:
 class PortfolioDrafter:
     """Merges the proposals of its parts; best-first by each part's measured success at each depth.
 
-    A part is asked for a request as long as its first node is worth a row, and every probe_interval steps otherwise, so
-    that it can come back. All that it proposes is judged by the tokens that came, also what was not chosen.
+    A part is asked for a request as long as its first node is worth a row and its drafts are worth their time
+    (PartChoice). In every probe_interval-th round, and in as many first ones, all are asked, so that each can come
+    back. All that a part proposes is judged by the tokens that came, also what was not chosen.
 
     Under the rejection rule drafts are drawn, and choosing among drawn tokens by what they are would bias the output:
     there the part that has been the most successful drafts alone.
@@ -61,6 +64,7 @@ class PortfolioDrafter:
         table: RequestTable,
         least_probability: float = 0.05,
         probe_interval: int = 32,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """least_probability: chance of being accepted from which on a node is worth a row of verification."""
         assert parts, "the configuration names the parts"
@@ -69,20 +73,23 @@ class PortfolioDrafter:
         self._table = table
         self._least_probability = least_probability
         self._probe_interval = probe_interval
+        self._clock = clock
         num_slots, num_parts = table.num_slots, len(parts)
         self._rates = SuccessRates(num_slots, num_parts)
+        self._choice = PartChoice(num_slots, num_parts)
         self._proposals: list[_Proposal | None] = [None] * num_slots
-        self._steps_unasked = np.zeros((num_slots, num_parts), dtype=np.int64)
+        self._num_rounds = 0
+        self._proposed_at: float | None = None  # the end of this step's drafting, by the clock
         # A part that proposes siblings gets the whole budget, for others more tokens than are likely to be reached
         # would be drafted in vain.
         self._branches = [False] * num_parts
         self.num_accepted: dict[SpeculationMethod, int] = dict.fromkeys(parts, 0)
 
     def admit(self, admission: Admission) -> None:
-        """See Drafter.admit; each part is asked in the first round."""
+        """See Drafter.admit."""
         self._rates.admit(admission.slot)
+        self._choice.admit(admission.slot)
         self._proposals[admission.slot] = None
-        self._steps_unasked[admission.slot] = self._probe_interval
 
     def release(self, slot: int) -> None:
         """See Drafter.release."""
@@ -92,20 +99,24 @@ class PortfolioDrafter:
         """See Drafter.propose."""
         tries = [DraftTrie() for _ in requests]
         proposed: list[dict[int, _Segment]] = [{} for _ in requests]  # by part
+        asked = self._ask(requests)
         for part, drafter in enumerate(self._parts):
-            asked, wanted = self._ask(part, requests)
+            wanted = [i for i, mask in enumerate(asked) if mask >> part & 1]
             if not wanted:
                 continue
-            segments = _segments(drafter.propose(wanted))
-            for i, segment in zip(asked, segments, strict=True):
+            begin = self._clock()
+            tree = drafter.propose([self._with_budget(requests[i], part) for i in wanted])
+            self._choice.record_time(part, self._clock() - begin)
+            for i, segment in zip(wanted, _segments(tree), strict=True):
                 self._branches[part] |= len(set(segment.parents)) < len(segment.parents)
                 if segment.tokens:
                     tries[i].add(part, segment.tokens, segment.parents, segment.confidences)
                     proposed[i][part] = segment
         chosen = [self._choose(*of) for of in zip(requests, tries, proposed, strict=True)]
-        for request, trie in zip(requests, tries, strict=True):
+        for request, trie, mask in zip(requests, tries, asked, strict=True):
             length = int(self._table.num_tokens[request.slot])
-            self._proposals[request.slot] = _Proposal(length, trie) if len(trie) else None
+            self._proposals[request.slot] = _Proposal(length, trie, mask) if mask else None
+        self._proposed_at = self._clock()
         roots = [int(self._table.known(request.slot)[-1]) for request in requests]
         tree = tree_of(
             roots,
@@ -120,6 +131,9 @@ class PortfolioDrafter:
 
     def catch_up(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
         """Learns from the tokens that came, where the last round was this drafter's."""
+        if self._proposed_at is not None:
+            self._choice.record_rest(self._clock() - self._proposed_at)
+            self._proposed_at = None
         for p in progress:
             proposal, self._proposals[p.slot] = self._proposals[p.slot], None
             if proposal is None or proposal.length != p.num_known - p.num_accepted - 1:
@@ -127,34 +141,36 @@ class PortfolioDrafter:
             emitted = self._table.known(p.slot)[proposal.length : p.num_known].tolist()
             for seen in proposal.trie.judge(emitted):
                 self._rates.record(p.slot, *seen)
-            for part in proposal.trie.parts_on_path(emitted[: p.num_accepted]):
-                self.num_accepted[self._methods[part]] += 1
+            proposers = proposal.trie.proposers_on_path(emitted)
+            self._choice.record(p.slot, proposal.asked, proposers)
+            for mask in proposers[: p.num_accepted]:
+                for part, method in enumerate(self._methods):
+                    self.num_accepted[method] += mask >> part & 1
 
     def num_computed_after(self, progress: TargetProgress) -> int:
         """Always 0: it has no draft KV of its own."""
         return 0
 
-    def _ask(self, part: int, requests: Sequence[DraftRequest]) -> tuple[list[int], list[DraftRequest]]:
-        """The requests that this part is to draft for, by index, with its budget for each."""
+    def _ask(self, requests: Sequence[DraftRequest]) -> list[int]:
+        """For each request the parts that are to draft for it, as a bit mask."""
+        self._num_rounds += 1
+        if self._num_rounds <= self._probe_interval or self._num_rounds % self._probe_interval == 0:
+            return [self._choice.everyone if request.num_draft_tokens > 0 else 0 for request in requests]
         asked: list[int] = []
-        wanted: list[DraftRequest] = []
-        for i, request in enumerate(requests):
-            slot = request.slot
-            reach = self._rates.reach(slot, part, self._least_probability)
-            self._steps_unasked[slot, part] += 1
-            if request.num_draft_tokens < 1 or (
-                reach == 0 and self._steps_unasked[slot, part] <= self._probe_interval
-            ):
-                continue
-            self._steps_unasked[slot, part] = 0
-            budget = (
-                request.num_draft_tokens
-                if self._branches[part]
-                else min(request.num_draft_tokens, reach or 1)
-            )
-            asked.append(i)
-            wanted.append(DraftRequest(slot, budget))
-        return asked, wanted
+        for request in requests:
+            mask = self._choice.best(request.slot) if request.num_draft_tokens > 0 else 0
+            for part in range(len(self._parts)):
+                if not self._rates.reach(request.slot, part, self._least_probability):
+                    mask &= ~(1 << part)
+            asked.append(mask)
+        return asked
+
+    def _with_budget(self, request: DraftRequest, part: int) -> DraftRequest:
+        """What a part is asked for: tokens that are likely to be reached, unless it spreads them over siblings."""
+        if self._branches[part]:
+            return request
+        reach = self._rates.reach(request.slot, part, self._least_probability)
+        return DraftRequest(request.slot, min(request.num_draft_tokens, reach or 1))
 
     def _choose(self, request: DraftRequest, trie: DraftTrie, proposed: Mapping[int, _Segment]) -> _Segment:
         """What of all proposals for one request is verified."""

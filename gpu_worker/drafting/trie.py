@@ -109,11 +109,14 @@ class DraftTrie:
             at = following[token]
         return judgements
 
-    def parts_on_path(self, accepted: Sequence[int]) -> list[int]:
-        """Per accepted draft token the parts that proposed it, flattened: a part counts once per token."""
-        parts: list[int] = []
+    def proposers_on_path(self, emitted: Sequence[int]) -> list[int]:
+        """Of each token that came, as long as some part proposed it, the parts that did, as a bit mask."""
+        masks: list[int] = []
         at = ROOT
-        for token in accepted:
-            at = self._children[at][token]
-            parts += [part for part, _ in self.proposers[at]]
-        return parts
+        for token in emitted:
+            node = self._children[at].get(token)
+            if node is None:
+                break
+            masks.append(sum({1 << part for part, _ in self.proposers[node]}))
+            at = node
+        return masks

@@ -15,6 +15,7 @@ from gpu_worker.training.batches import DraftVocabulary, TrainingBatch, collate
 from gpu_worker.training.eagle_from_mtp import InputSizes
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.features import FeatureMeta, FeatureShard
+from gpu_worker.training.seen_text import MOST_SEEN, SeenText
 
 HELD_OUT_THOUSANDTHS = 20
 
@@ -36,7 +37,10 @@ def is_held_out(token_ids: npt.NDArray[np.int32], thousandths: int = HELD_OUT_TH
 
 
 class FeatureDataset:
-    """All conversations of some shards. Whether one is held out depends on its tokens alone, not on the others."""
+    """All conversations of some shards. Whether one is held out depends on its tokens alone, not on the others.
+
+    Of those held out `held_out` has the ones that say something new; `num_repeating` others say what training learns.
+    """
 
     def __init__(
         self,
@@ -53,17 +57,26 @@ class FeatureDataset:
         self._hidden, self._captured = hidden, captured
         self._shards = [FeatureShard(path) for path in paths]
         self.training: list[Item] = []
-        self.held_out: list[Item] = []
+        held_out: list[Item] = []
         for number, shard in enumerate(self._shards):
             for index in range(shard.num_conversations):
                 first, end = int(shard.offsets[index]), int(shard.offsets[index + 1])
                 item = Item(number, index, end - first, shard.num_law_rows(index))
                 if not item.num_rows or item.num_tokens > max_tokens:
                     continue
-                held_out = is_held_out(shard.token_ids[first:end], held_out_thousandths)
-                (self.held_out if held_out else self.training).append(item)
+                held = is_held_out(shard.token_ids[first:end], held_out_thousandths)
+                (held_out if held else self.training).append(item)
         if not self.training:
             raise TrainingError(f"{directory}: no conversation to train on in {len(paths)} shards")
+        seen = SeenText(map(self._text, self.training))
+        self.held_out = [item for item in held_out if seen.share(*self._text(item)) <= MOST_SEEN]
+        self.num_repeating = len(held_out) - len(self.held_out)
+
+    def _text(self, item: Item) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        """token_ids and answer, each [T]."""
+        shard = self._shards[item.shard]
+        first, end = int(shard.offsets[item.index]), int(shard.offsets[item.index + 1])
+        return shard.token_ids[first:end], shard.answer[first:end]
 
     def answer_counts(self) -> torch.Tensor:
         """[vocab_size] how often each id stands in an answer."""

@@ -231,6 +231,7 @@ class Trainer:
             "facts": self._facts,
             "training_conversations": len(self._dataset.training),
             "held_out_conversations": len(self._dataset.held_out),
+            "repeating_conversations": self._dataset.num_repeating,  # held out, and not measured either
             "validation": asdict(measures),
             "acceptance_length": measures.acceptance_length,
         }

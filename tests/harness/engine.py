@@ -138,10 +138,12 @@ class InProcessEngine:
             )
         for method, factory in (scripted or {}).items():
             self.drafters[method] = factory(self.table)
-        if portfolio:  # of all others, and the default
+        if portfolio:  # of all others, and the default; all are asked in each step, whatever their time
             parts = dict(self.drafters)
             self.drafters = {
-                SpeculationMethod.PORTFOLIO: PortfolioDrafter(parts, self.table, least_probability=0.0),
+                SpeculationMethod.PORTFOLIO: PortfolioDrafter(
+                    parts, self.table, least_probability=0.0, probe_interval=1
+                ),
                 **parts,
             }
         self.runner = ModelRunner(target, self.pool, attention(), self.sampler, self.table, self.drafters)
