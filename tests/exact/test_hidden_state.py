@@ -95,6 +95,63 @@ def test_a_prefix_hit_resumes_the_draft_exactly(
     assert warm_output.steps == cold_output.steps
 
 
+@pytest.mark.parametrize("tree", [CHAINS, TREE], ids=["chain", "tree"])
+def test_medusa_drafts_behind_a_prefix_hit_as_in_a_cold_run(tree: TreeShape, tiny: CausalLM) -> None:
+    """Two prompts share exactly two full pages, then differ."""
+    first, second = _sharing_two_pages()
+    outputs = []
+    for before in ([], [first]):
+        engine = InProcessEngine(tiny, medusa=tiny_medusa(tiny), tree=tree)
+        engine.generate(before, max_tokens=8)
+        request = engine.submit(second, max_tokens=24)
+        outputs.append(engine.run()[request, 0])
+    cold, warm = outputs
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 8)
+    assert warm.num_draft_tokens > 0
+    assert (warm.token_ids, warm.steps) == (cold.token_ids, cold.steps)
+
+
+@pytest.mark.parametrize("tree", [CHAINS, TREE], ids=["chain", "tree"])
+def test_every_part_of_a_portfolio_resumes_behind_a_prefix_hit(
+    tree: TreeShape, tiny: CausalLM, tiny_model_dir: Path
+) -> None:
+    """Two prompts share exactly two full pages, then differ: the text is a cold run's, each head's state a fresh one."""
+    kinds = ("eagle3", "mtp", "eagle-full")
+    heads = {METHOD_OF_HEAD[kind]: tiny_head(kind, tiny, tiny_model_dir) for kind in kinds}
+    first, second = _sharing_two_pages()
+    plain = InProcessEngine(tiny).generate([second], max_tokens=24)
+    engine = InProcessEngine(
+        tiny,
+        draft=tiny.truncated(1),
+        ngram=True,
+        heads=heads,
+        medusa=tiny_medusa(tiny),
+        tree=tree,
+        portfolio=True,
+        num_draft_tokens=9,
+    )
+    engine.generate([first], max_tokens=8)
+    request = engine.submit(second, max_tokens=24)
+    checked = 0
+    while engine.step():
+        for slot in np.flatnonzero(engine.table.epochs >= 0).tolist():
+            for kind in kinds:
+                assert drafter_of(engine, kind)._computed[slot] > len(second)
+                assert_draft_state_is_fresh(engine, kind, tiny, slot)
+                checked += 1
+    output = engine.outputs[request, 0]
+    assert checked > 8 * len(kinds)
+    assert output.num_cached_tokens == 8
+    assert 0 < output.num_accepted_tokens < output.num_draft_tokens
+    assert [output.token_ids] == plain
+
+
+def _sharing_two_pages() -> tuple[list[int], list[int]]:
+    generator = np.random.default_rng(5)
+    shared = generator.integers(3, 290, 8).tolist()
+    return shared + generator.integers(3, 290, 6).tolist(), shared + generator.integers(3, 290, 7).tolist()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_of_one_token_behind_a_prefix_hit(kind: str, tiny: CausalLM, tiny_model_dir: Path) -> None:
     """Its row looks like that of a decoding sequence, yet its first pair needs the hidden state of the page's end."""
