@@ -19,7 +19,7 @@ from draftline.bench.runner import BenchResult, run_bench
 from draftline.bench.settings import BenchSettings
 from draftline.bench.workload import WorkloadError
 from draftline.errors import DraftlineError
-from methods.categories import ALL, Tally, by_category
+from methods.categories import ALL, Tally, by_category, decode_speed
 from speed_table import Lines, ServerFailedError, local_server
 
 COLUMNS = (
@@ -33,6 +33,7 @@ COLUMNS = (
     "tokens/s",
     "x off",
     "x ngram",
+    "decode x off",
 )
 
 
@@ -65,7 +66,10 @@ def measure(
         Path | None, typer.Option(metavar="OUT.png", help="Acceptance length by category.")
     ] = None,
 ) -> None:
-    """Prints a Markdown table over all categories, then acceptance lengths by category."""
+    """Prints a Markdown table over all categories, then acceptance lengths by category.
+
+    tokens/s has the time of the prompts in it; `decode x off` compares the mean time of a token behind the first.
+    """
     loaded = list(dict.fromkeys([*methods.split(","), "ngram"]))
     rows: list[dict[str, Any]] = []
     for shape_text in shapes.split(","):
@@ -100,10 +104,12 @@ def measure(
 def summarise(result: BenchResult, shape: str, temperature: float) -> list[dict[str, Any]]:
     """One object per load and method: speeds as medians over rounds, tallies of the first round by category."""
     speeds: dict[tuple[float, str], list[float]] = {}
+    decode_speeds: dict[tuple[float, str], list[float | None]] = {}
     records = {}
     for run in result.runs:
         key = (run.load.value, run.speculation)
         speeds.setdefault(key, []).append(run.figures["tokens_per_second"])
+        decode_speeds.setdefault(key, []).append(decode_speed(run.records))
         records.setdefault(key, run.records)
     rows = []
     for (batch, method), values in speeds.items():
@@ -116,6 +122,7 @@ def summarise(result: BenchResult, shape: str, temperature: float) -> list[dict[
                 "tokens_per_second": median(values),
                 "speedup_over_off": _ratio(values, speeds[batch, "off"]),
                 "speedup_over_ngram": _ratio(values, speeds[batch, "ngram"]),
+                "decode_speedup_over_off": _ratio(decode_speeds[batch, method], decode_speeds[batch, "off"]),
                 "categories": {
                     name: _figures(tally) for name, tally in by_category(records[batch, method]).items()
                 },
@@ -141,6 +148,7 @@ def overall_table(rows: Sequence[dict[str, Any]]) -> list[str]:
             f"{row['tokens_per_second']:.1f}",
             _text(row["speedup_over_off"]),
             _text(row["speedup_over_ngram"]),
+            _text(row["decode_speedup_over_off"]),
         ]
         errors = f" {figures['num_errors']} failed" if figures["num_errors"] else ""
         lines.append(f"| {' | '.join(cells)} |{errors}")
@@ -201,8 +209,10 @@ def _figures(tally: Tally) -> dict[str, Any]:
     }
 
 
-def _ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    return median(a / b for a, b in zip(values, base, strict=True))
+def _ratio(values: Sequence[float | None], base: Sequence[float | None]) -> float | None:
+    """Median over the rounds; None where there is nothing to compare."""
+    ratios = [a / b for a, b in zip(values, base, strict=True) if a is not None and b]
+    return median(ratios) if ratios else None
 
 
 def _text(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Adds requests up by category: acceptance by position, acceptance length, tokens per second."""
+"""Adds requests up by category: acceptance by position, acceptance length; and how fast they were decoded."""
 
 from __future__ import annotations
 
@@ -65,6 +65,12 @@ def by_category(records: Iterable[RequestRecord]) -> dict[str, Tally]:
         for name in (ALL, category):
             tallies.setdefault(name, Tally()).add(record)
     return tallies
+
+
+def decode_speed(records: Iterable[RequestRecord]) -> float | None:
+    """Tokens per second of a sequence, on average over all tokens behind the first ones; None without any."""
+    waits = [wait for record in records if not record.error for wait in record.inter_token_seconds()]
+    return len(waits) / sum(waits) if waits and sum(waits) else None
 
 
 def _sums(a: Sequence[int], b: Sequence[int]) -> list[int]:
