@@ -115,7 +115,7 @@ def test_medusa_drafts_behind_a_prefix_hit_as_in_a_cold_run(tree: TreeShape, tin
 def test_every_part_of_a_portfolio_resumes_behind_a_prefix_hit(
     tree: TreeShape, tiny: CausalLM, tiny_model_dir: Path
 ) -> None:
-    """Two prompts share exactly two full pages, then differ: the text is a cold run's, each head's state a fresh one."""
+    """Two prompts share exactly two full pages, then differ: a cold run's text, each head's state a fresh one."""
     kinds = ("eagle3", "mtp", "eagle-full")
     heads = {METHOD_OF_HEAD[kind]: tiny_head(kind, tiny, tiny_model_dir) for kind in kinds}
     first, second = _sharing_two_pages()
