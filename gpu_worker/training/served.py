@@ -82,10 +82,10 @@ class ServedEvaluator:
             max_batched_tokens=512,
         )
 
-    def measure(
+    def generate(
         self, prompts: Sequence[Sequence[int]], *, temperature: float = 0.0, max_tokens: int = 256
-    ) -> ServedAcceptance:
-        """Answers each prompt once; one that leaves no room for an answer is left out."""
+    ) -> tuple[list[Generation], float]:
+        """Answers each prompt once, in how many seconds; one that leaves no room for an answer is left out."""
         ends = frozenset(self._engine.facts.eos_token_ids)
         for seed, prompt in enumerate(prompts):
             if len(prompt) + max_tokens <= self._max_tokens:
@@ -99,7 +99,7 @@ class ServedEvaluator:
                 )
         started = time.monotonic()
         done = self._generator.run()
-        return summarize(done, time.monotonic() - started)
+        return done, time.monotonic() - started
 
 
 def summarize(generations: Sequence[Generation], seconds: float) -> ServedAcceptance:

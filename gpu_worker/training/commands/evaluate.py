@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from gpu_worker.models.heads.build import build_head
 from gpu_worker.models.heads.config import SECTION, HeadKind
 from gpu_worker.models.heads.medusa import MedusaHeads, build_medusa
 from gpu_worker.models.native import NativeCausalLM
+from gpu_worker.training.batch_generator import Generation
 from gpu_worker.training.commands.options import (
     DATA,
     Conversations,
@@ -31,7 +33,7 @@ from gpu_worker.training.dataset import is_held_out
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.offline import OfflineAcceptance, OfflineEvaluator
 from gpu_worker.training.offline_model import DraftModelAsHead
-from gpu_worker.training.served import ServedAcceptance, ServedEvaluator
+from gpu_worker.training.served import ServedAcceptance, ServedEvaluator, summarize
 from gpu_worker.weights.draft_checkpoint import load_draft_model
 from gpu_worker.weights.head_checkpoint import load_head
 from gpu_worker.weights.resolve import resolve_model
@@ -55,7 +57,7 @@ def evaluate(
         int,
         typer.Option(
             min=1,
-            help="Of a served answer, at most; shorter than the texts, it is less than they give offline.",
+            help="Of a served answer, at most; long texts repeat themselves and flatter speculation.",
         ),
     ] = 448,
     temperature: Annotated[float, typer.Option(min=0, help="Of the served answers.")] = 0.0,
@@ -63,13 +65,18 @@ def evaluate(
     eagle3_layer_ids: LayerIds = "inputs",
     threads: Threads = 0,
 ) -> None:
-    """Acceptance on conversations that were held out of training; also written to evaluation.json beside the head."""
+    """Acceptance on conversations that were held out of training; also written to evaluation.json beside the head.
+
+    Greedy answers as served are measured offline too: the same texts, so that both have to see the same steps.
+    """
     head = head.expanduser()
-    loaded = _load(head, model, dtype, tokens, eagle3_layer_ids, threads)
+    load = partial(_load, head, model, dtype, tokens, eagle3_layer_ids, threads)
+    loaded = load()
     chosen = held_out_greedy(conversations.expanduser(), count)
     offline, method, context = loaded.evaluator.measure(chosen), loaded.method, loaded.context
     del loaded
     results: dict[str, OfflineAcceptance | ServedAcceptance] = {"offline chain": offline}
+    texts: list[Conversation] = []  # as served, greedily
     if served:
         prompts = [c.token_ids[: c.num_prompt_tokens] for c in chosen]
         for name, amount, levels in (("chain", tokens, None), ("tree", nodes, depth)):
@@ -86,9 +93,15 @@ def evaluate(
                 max_context_tokens=context,
                 num_threads=threads,
             )
-            results[f"served {name} of {amount}"] = evaluator.measure(
+            generations, seconds = evaluator.generate(
                 prompts, temperature=temperature, max_tokens=answer_tokens
             )
+            results[f"served {name} of {amount}"] = summarize(generations, seconds)
+            if not texts and not temperature:
+                texts = [_as_conversation(generation) for generation in generations]
+            del evaluator
+    if texts:
+        results["offline chain, texts as served"] = load().evaluator.measure(texts)
     _print(results)
     facts = {
         "conversations": len(chosen),
@@ -97,6 +110,12 @@ def evaluate(
         **{name: dataclasses.asdict(result) for name, result in results.items()},
     }
     (head / "evaluation.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _as_conversation(generation: Generation) -> Conversation:
+    prompt = generation.request.token_ids
+    ids = prompt + generation.token_ids
+    return Conversation(ids, ((len(prompt), len(ids)),), greedy=True)
 
 
 def held_out_greedy(directory: Path, count: int) -> list[Conversation]:

@@ -87,4 +87,7 @@ def test_a_head_is_evaluated_offline_and_served(
     offline, chain = found["offline chain"], found["served chain of 3"]
     assert len(offline["acceptance"]) == 3
     assert chain["acceptance_length"] == pytest.approx(offline["acceptance_length"], abs=0.2)
+    again = found["offline chain, texts as served"]
+    assert again["starts"] == offline["starts"]
+    assert again["acceptance"] == offline["acceptance"]  # both are the target's greedy texts
     assert found["served tree of 6"]["acceptance_length"] >= 1.0
