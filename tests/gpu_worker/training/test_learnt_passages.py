@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from gpu_worker.training.batch_generator import Generation, GenerationRequest
 from gpu_worker.training.commands import evaluate as command
 from gpu_worker.training.conversations import Conversation, shard_path, write_shard
 from gpu_worker.training.extract import Extractor
 from gpu_worker.training.features import FeatureShard, feature_path
 from gpu_worker.training.offline import OfflineAcceptance
-from gpu_worker.training.served import ServedAcceptance
 from shared_mem.enums import SpeculationMethod
+from shared_mem.records import SamplingRecord
 
 _ASKED, _PASSAGE, _OTHER = (5, 6, 7, 8), (30, 31, 32, 33, 34), (30, 31, 32, 33, 35)
 
@@ -28,6 +29,10 @@ def _told(passage: tuple[int, ...], answer: tuple[int, ...], further: tuple[int,
         ids = (*ids, 9, *further)
         spans.append((len(ids) - len(further), len(ids)))
     return Conversation(ids, tuple(spans), greedy=True)
+
+
+def _request(prompt: tuple[int, ...]) -> GenerationRequest:
+    return GenerationRequest(prompt, 2, SamplingRecord(), frozenset())
 
 
 def test_the_prompt_ends_where_the_answer_begins() -> None:
@@ -56,14 +61,24 @@ def test_evaluate_serves_the_prompt_with_its_passage(tmp_path: Path, monkeypatch
         def __init__(self, *_: Any, **__: Any) -> None:
             pass
 
-        def measure(self, prompts: list[tuple[int, ...]], **_: Any) -> ServedAcceptance:
+        def generate(self, prompts: list[tuple[int, ...]], **_: Any) -> tuple[list[Generation], float]:
             served.append(prompts)
-            return ServedAcceptance([0.5], 1, 1.5, 1.0)
+            return [Generation(_request(prompt), (70, 71), True, ((2, 1),)) for prompt in prompts], 1.0
 
-    offline = SimpleNamespace(measure=lambda chosen: OfflineAcceptance([0.5], len(chosen), 1.5, 1.0))
-    loaded = SimpleNamespace(evaluator=offline, method=SpeculationMethod.MTP, context=64)
+    def measure(texts: list[Conversation]) -> OfflineAcceptance:
+        measured.append(texts)
+        return OfflineAcceptance([0.5], len(texts), 1.5, 1.0)
+
+    measured: list[list[Conversation]] = []
+    loaded = SimpleNamespace(
+        evaluator=SimpleNamespace(measure=measure), method=SpeculationMethod.MTP, context=64
+    )
     monkeypatch.setattr(command, "_load", lambda *_: loaded)
     monkeypatch.setattr(command, "is_held_out", lambda _: True)
     monkeypatch.setattr(command, "ServedEvaluator", Served)
     command.evaluate(tmp_path, conversations=tmp_path, tokens=2, nodes=3, depth=2, count=5, temperature=0.0)
-    assert served == [[(*_ASKED, *_PASSAGE), (*_ASKED, *_OTHER)]] * 2
+    prompts = [(*_ASKED, *_PASSAGE), (*_ASKED, *_OTHER)]
+    assert served == [prompts] * 2
+    # Offline sees the stored texts, then those that the service answered with, of which just the answers count.
+    assert [text.token_ids for text in measured[1]] == [(*prompt, 70, 71) for prompt in prompts]
+    assert [text.answers for text in measured[1]] == [((9, 11),)] * 2
