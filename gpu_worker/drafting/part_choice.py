@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 
 import numpy as np
+
+_TIMES_KEPT = 15
+_STEPS_OF_A_PROBE = 6  # that a step with all parts counts for, where some of them had not been asked
+
+
+class RecentTime:
+    """The median of the last few durations: one that the machine held up moves it by a place, not by its length."""
+
+    def __init__(self) -> None:
+        self._durations: deque[float] = deque(maxlen=_TIMES_KEPT)
+        self.seconds = 0.0  # until something was measured
+
+    def record(self, seconds: float) -> None:
+        """One more duration."""
+        self._durations.append(seconds)
+        self.seconds = median(self._durations)
 
 
 class PartChoice:
@@ -12,23 +30,27 @@ class PartChoice:
 
     A set is a bit mask. What a part adds depends on who is asked beside it: heads that read the same hidden states
     mostly agree, so single parts' rates do not add up, and sets are measured as such. A step with all parts judges all
-    sets at once. Asked are, of the sets with the part that is right most often over all sequences, the one with the
-    most tokens per time.
+    sets at once. Asked is the set with the most tokens per time.
+
+    Averages are exponential; the first steps weigh the same each.
     """
 
     def __init__(self, num_slots: int, num_parts: int, rate: float = 0.05, shared_rate: float = 0.02) -> None:
         """rate, shared_rate: weight of one more step in a sequence's averages and in those over all sequences."""
-        sets = np.arange(1 << num_parts)
-        self._sets = sets
-        self._singles = 1 << np.arange(num_parts)
-        self._members = (sets[:, None] & self._singles > 0).astype(np.float64)  # [sets, parts]
+        self._sets = np.arange(1 << num_parts)
+        singles = 1 << np.arange(num_parts)
+        self._members = (self._sets[:, None] & singles > 0).astype(np.float64)  # [sets, parts]
+        self._sizes = self._members.sum(axis=1)
         self._rate, self._shared_rate = rate, shared_rate
-        self._of_slots = np.zeros((num_slots, len(sets)))  # right draft tokens per step
-        self._shared = np.zeros(len(sets))
-        self._num_steps = 0
-        self._times = np.zeros(num_parts)  # seconds of a part's drafting
-        self._num_timed = np.zeros(num_parts, dtype=np.int64)
-        self._rest, self._num_rests = 0.0, 0  # seconds of a step's other work
+        self._of_slots = np.zeros((num_slots, len(self._sets)))  # right draft tokens per step
+        self._shared = np.zeros(len(self._sets))
+        self._num_shared = 0  # steps behind the shared averages
+        self._num_steps = [
+            0
+        ] * num_slots  # and behind a slot's, those included that it started from; 0: not started
+        self._last_asked = [self.everyone] * num_slots
+        self._parts = tuple(RecentTime() for _ in range(num_parts))
+        self._rest = RecentTime()
 
     @property
     def everyone(self) -> int:
@@ -36,14 +58,23 @@ class PartChoice:
         return len(self._sets) - 1
 
     def admit(self, slot: int) -> None:
-        """A new sequence: nothing is known of it yet but what holds for all."""
-        self._of_slots[slot] = self._shared
+        """A new sequence: it starts from what holds for all once it gets drafts."""
+        self._num_steps[slot] = 0
+        self._last_asked[slot] = self.everyone
 
-    def best(self, slot: int) -> int:
-        """The parts to ask for a slot, as a bit mask; more of them where that costs nothing."""
-        first = self._singles[int(np.argmax(self._shared[self._singles]))]
-        eligible = self._sets[self._sets & first > 0][::-1]
-        times = self._rest + self._members[eligible] @ self._times
+    def best(self, slot: int, allowed: int, *, alone: bool = False) -> int:
+        """The parts to ask for a slot, of those in `allowed`, as a bit mask; more of them where that costs nothing.
+
+        alone: just one of them.
+        """
+        self._start(slot)
+        eligible = self._sets[1:][::-1]
+        eligible = eligible[eligible & ~allowed == 0]
+        if alone:
+            eligible = eligible[self._sizes[eligible] == 1]
+        if not len(eligible):
+            return 0
+        times = self._rest.seconds + self._members[eligible] @ [part.seconds for part in self._parts]
         # Before anything was timed, tokens alone count.
         speeds = (1.0 + self._of_slots[slot, eligible]) / np.maximum(times, 1e-9)
         return int(eligible[np.argmax(speeds)])
@@ -54,22 +85,32 @@ class PartChoice:
         A set that was asked in part moves as that part of it does: what the others add is taken to last. So sets stay
         comparable, though they are measured in different steps.
         """
+        self._start(slot)
         lengths, reached = np.zeros(len(self._sets)), np.ones(len(self._sets), dtype=np.bool_)
         for mask in proposers:
             reached &= self._sets & mask > 0
             lengths += reached
         seen = self._sets & asked
-        self._num_steps += 1
-        for averages, rate in ((self._of_slots[slot], self._rate), (self._shared, self._shared_rate)):
-            averages += max(rate, 1.0 / self._num_steps) * (lengths[seen] - averages[seen])
+        is_probe = asked == self.everyone != self._last_asked[slot]
+        self._last_asked[slot] = asked
+        self._num_shared += 1
+        self._num_steps[slot] += 1
+        for averages, rate, num_steps in (
+            (self._of_slots[slot], self._rate, self._num_steps[slot]),
+            (self._shared, self._shared_rate, self._num_shared),
+        ):
+            weight = 1.0 - (1.0 - rate) ** (_STEPS_OF_A_PROBE if is_probe else 1)
+            averages += max(weight, 1.0 / num_steps) * (lengths[seen] - averages[seen])
 
     def record_time(self, part: int, seconds: float) -> None:
         """How long a part drafted in a step."""
-        self._num_timed[part] += 1
-        weight = max(self._shared_rate, 1.0 / int(self._num_timed[part]))
-        self._times[part] += weight * (seconds - self._times[part])
+        self._parts[part].record(seconds)
 
     def record_rest(self, seconds: float) -> None:
         """How long a step's other work took."""
-        self._num_rests += 1
-        self._rest += max(self._shared_rate, 1.0 / self._num_rests) * (seconds - self._rest)
+        self._rest.record(seconds)
+
+    def _start(self, slot: int) -> None:
+        if not self._num_steps[slot]:
+            self._of_slots[slot] = self._shared
+            self._num_steps[slot] = self._num_shared

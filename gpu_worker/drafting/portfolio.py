@@ -18,10 +18,12 @@ from gpu_worker.draft_tree import DraftTree, tree_of
 from gpu_worker.drafting.base import Drafter, DraftRequest, TargetHidden, TargetProgress
 from gpu_worker.drafting.part_choice import PartChoice
 from gpu_worker.drafting.success import SuccessRates
-from gpu_worker.drafting.trie import ROOT, DraftTrie, Grade
+from gpu_worker.drafting.trie import ROOT, DraftTrie
 from gpu_worker.request_state import RequestTable
-from shared_mem.enums import SpeculationMethod
+from shared_mem.enums import AcceptanceRule, SpeculationMethod
 from shared_mem.records import Admission
+
+_DRAWING_RULES = (AcceptanceRule.REJECTION, AcceptanceRule.BLOCK)
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class _Proposal:
     """All nodes that the parts proposed in a slot's last round, chosen for verification or not."""
 
     length: int  # known tokens when it was made
+    num_draft_tokens: int  # how many could be verified at most
     trie: DraftTrie
     asked: int  # bit mask of the parts that were asked, whether they had something to propose or not
 
@@ -50,8 +53,8 @@ class PortfolioDrafter:
     (PartChoice). In every probe_interval-th round, and in as many first ones, all are asked, so that each can come
     back. All that a part proposes is judged by the tokens that came, also what was not chosen.
 
-    Under the rejection rule drafts are drawn, and choosing among drawn tokens by what they are would bias the output:
-    there the part that has been the most successful drafts alone.
+    Under the rejection and the block rule drafts are drawn, and choosing among drawn tokens by what they are would bias
+    the output: there the part whose drafts have been worth the most drafts alone.
     """
 
     method = SpeculationMethod.PORTFOLIO
@@ -75,10 +78,13 @@ class PortfolioDrafter:
         self._probe_interval = probe_interval
         self._clock = clock
         num_slots, num_parts = table.num_slots, len(parts)
+        self._waits_for_device = table.device.type != "cpu"
         self._rates = SuccessRates(num_slots, num_parts)
         self._choice = PartChoice(num_slots, num_parts)
         self._proposals: list[_Proposal | None] = [None] * num_slots
+        self._draws = [False] * num_slots  # drafts are drawn from a law, so that one part has to draft alone
         self._num_rounds = 0
+        self._has_prefill = False  # this step
         self._proposed_at: float | None = None  # the end of this step's drafting, by the clock
         # A part that proposes siblings gets the whole budget, for others more tokens than are likely to be reached
         # would be drafted in vain.
@@ -90,6 +96,8 @@ class PortfolioDrafter:
         self._rates.admit(admission.slot)
         self._choice.admit(admission.slot)
         self._proposals[admission.slot] = None
+        sampling = admission.sampling
+        self._draws[admission.slot] = sampling.temperature > 0 and sampling.acceptance_rule in _DRAWING_RULES
 
     def release(self, slot: int) -> None:
         """See Drafter.release."""
@@ -104,10 +112,10 @@ class PortfolioDrafter:
             wanted = [i for i, mask in enumerate(asked) if mask >> part & 1]
             if not wanted:
                 continue
-            begin = self._clock()
-            tree = drafter.propose([self._with_budget(requests[i], part) for i in wanted])
-            self._choice.record_time(part, self._clock() - begin)
-            for i, segment in zip(wanted, _segments(tree), strict=True):
+            begin = self._now()
+            segments = _segments(drafter.propose([self._with_budget(requests[i], part) for i in wanted]))
+            self._choice.record_time(part, self._clock() - begin)  # on the host by now, so the device is done
+            for i, segment in zip(wanted, segments, strict=True):
                 self._branches[part] |= len(set(segment.parents)) < len(segment.parents)
                 if segment.tokens:
                     tries[i].add(part, segment.tokens, segment.parents, segment.confidences)
@@ -115,7 +123,8 @@ class PortfolioDrafter:
         chosen = [self._choose(*of) for of in zip(requests, tries, proposed, strict=True)]
         for request, trie, mask in zip(requests, tries, asked, strict=True):
             length = int(self._table.num_tokens[request.slot])
-            self._proposals[request.slot] = _Proposal(length, trie, mask) if mask else None
+            proposal = _Proposal(length, request.num_draft_tokens, trie, mask)
+            self._proposals[request.slot] = proposal if mask else None
         self._proposed_at = self._clock()
         roots = [int(self._table.known(request.slot)[-1]) for request in requests]
         tree = tree_of(
@@ -127,22 +136,25 @@ class PortfolioDrafter:
         return tree.with_laws([[] if segment.laws is None else list(segment.laws) for segment in chosen])
 
     def prefill(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
-        """Nothing to compute: the parts follow the sequence themselves."""
+        """Nothing to compute: the parts follow the sequence themselves. Such a step's time is not a decode step's."""
+        self._has_prefill = True
 
     def catch_up(self, progress: Sequence[TargetProgress], hidden: TargetHidden) -> None:
         """Learns from the tokens that came, where the last round was this drafter's."""
-        if self._proposed_at is not None:
+        if self._proposed_at is not None and not self._has_prefill:
             self._choice.record_rest(self._clock() - self._proposed_at)
-            self._proposed_at = None
+        self._proposed_at, self._has_prefill = None, False
         for p in progress:
             proposal, self._proposals[p.slot] = self._proposals[p.slot], None
             if proposal is None or proposal.length != p.num_known - p.num_accepted - 1:
                 continue
             emitted = self._table.known(p.slot)[proposal.length : p.num_known].tolist()
+            proposers = proposal.trie.proposers_on_path(emitted)
+            self._choice.record(
+                p.slot, proposal.asked, proposers[: self._num_creditable(p.slot, proposal, emitted)]
+            )
             for seen in proposal.trie.judge(emitted):
                 self._rates.record(p.slot, *seen)
-            proposers = proposal.trie.proposers_on_path(emitted)
-            self._choice.record(p.slot, proposal.asked, proposers)
             for mask in proposers[: p.num_accepted]:
                 for part, method in enumerate(self._methods):
                     self.num_accepted[method] += mask >> part & 1
@@ -156,14 +168,31 @@ class PortfolioDrafter:
         self._num_rounds += 1
         if self._num_rounds <= self._probe_interval or self._num_rounds % self._probe_interval == 0:
             return [self._choice.everyone if request.num_draft_tokens > 0 else 0 for request in requests]
-        asked: list[int] = []
-        for request in requests:
-            mask = self._choice.best(request.slot) if request.num_draft_tokens > 0 else 0
-            for part in range(len(self._parts)):
-                if not self._rates.reach(request.slot, part, self._least_probability):
-                    mask &= ~(1 << part)
-            asked.append(mask)
-        return asked
+        return [
+            self._choice.best(request.slot, self._promising(request.slot), alone=self._draws[request.slot])
+            if request.num_draft_tokens > 0
+            else 0
+            for request in requests
+        ]
+
+    def _promising(self, slot: int) -> int:
+        """The parts whose first node is worth a row, as a bit mask."""
+        reaches = (self._rates.reach(slot, part, self._least_probability) for part in range(len(self._parts)))
+        return sum(1 << part for part, reach in enumerate(reaches) if reach)
+
+    def _num_creditable(self, slot: int, proposal: _Proposal, emitted: Sequence[int]) -> int:
+        """How many of the tokens that came could have been verified if proposed: drafts count no further."""
+        if self._draws[slot]:
+            return proposal.num_draft_tokens
+        rate = partial(self._rates.rate, slot)
+        num_worth = proposal.trie.num_worth_verifying(emitted, rate, self._least_probability)
+        return min(num_worth, proposal.num_draft_tokens)
+
+    def _now(self) -> float:
+        """The time, once the device has done what was launched before."""
+        if self._waits_for_device:
+            torch.accelerator.synchronize()
+        return self._clock()
 
     def _with_budget(self, request: DraftRequest, part: int) -> DraftRequest:
         """What a part is asked for: tokens that are likely to be reached, unless it spreads them over siblings."""
@@ -177,7 +206,8 @@ class PortfolioDrafter:
         rate = partial(self._rates.rate, request.slot)
         if any(segment.laws is not None for segment in proposed.values()):
             # by what was measured before this round, never by the tokens just drawn
-            return proposed[max(proposed, key=lambda part: rate(part, 1, Grade(0)))]
+            best = self._choice.best(request.slot, sum(1 << part for part in proposed), alone=True)
+            return proposed[best.bit_length() - 1]
         nodes = trie.best(request.num_draft_tokens, rate, self._least_probability)
         place = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
         return _Segment([trie.tokens[i] for i in nodes], [place[trie.parents[i]] for i in nodes], None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 ROOT = -1
@@ -79,10 +79,7 @@ class DraftTrie:
 
         def reach(parent: int, value: float) -> None:
             for node in self._children[parent].values():
-                depth, doubt = self.depths[node], 1.0
-                for part, grade in self.proposers[node]:
-                    doubt *= 1.0 - success(part, depth, grade)
-                worth = value * (1.0 - doubt)
+                worth = value * self._chance(node, success)
                 if worth >= least_probability:
                     heapq.heappush(heap, (-worth, node))
 
@@ -111,12 +108,33 @@ class DraftTrie:
 
     def proposers_on_path(self, emitted: Sequence[int]) -> list[int]:
         """Of each token that came, as long as some part proposed it, the parts that did, as a bit mask."""
-        masks: list[int] = []
+        return [sum({1 << part for part, _ in self.proposers[node]}) for node in self._right_nodes(emitted)]
+
+    def num_worth_verifying(
+        self, emitted: Sequence[int], success: SuccessRate, least_probability: float
+    ) -> int:
+        """How many of the tokens that came have a node that is worth at least least_probability, see `best`."""
+        value, count = 1.0, 0
+        for node in self._right_nodes(emitted):
+            value *= self._chance(node, success)
+            if value < least_probability:
+                break
+            count += 1
+        return count
+
+    def _chance(self, node: int, success: SuccessRate) -> float:
+        """Estimated chance that a node is right, given that its parent is."""
+        depth, doubt = self.depths[node], 1.0
+        for part, grade in self.proposers[node]:
+            doubt *= 1.0 - success(part, depth, grade)
+        return 1.0 - doubt
+
+    def _right_nodes(self, emitted: Sequence[int]) -> Iterator[int]:
+        """Down from the root, the nodes that are the tokens that came."""
         at = ROOT
         for token in emitted:
             node = self._children[at].get(token)
             if node is None:
-                break
-            masks.append(sum({1 << part for part, _ in self.proposers[node]}))
+                return
+            yield node
             at = node
-        return masks

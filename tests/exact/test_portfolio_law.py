@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -64,17 +65,20 @@ class TablePart:
         return 0
 
 
-def simulate(rule: AcceptanceRule) -> tuple[np.ndarray, PortfolioDrafter, set[bool]]:
+def simulate(rule: AcceptanceRule, probe_interval: int) -> tuple[np.ndarray, PortfolioDrafter, set[bool]]:
     """[M, NUM_TOKENS] the sequences that the portfolio helped to write, and whether drafts of a round were drawn."""
+    ticks = itertools.count()
     table = RequestTable(NUM_SEQUENCES, 64, 16, torch.device("cpu"))
     sampler = Sampler(NUM_SEQUENCES, sim.VOCABULARY, "cpu")
     drafters = {
-        SpeculationMethod.DRAFT_MODEL: sim.model_chain(sim.DRAFT, 2),
         SpeculationMethod.NGRAM: sim.lookup_chain,
         SpeculationMethod.EAGLE: sim.best_children_tree,
+        SpeculationMethod.DRAFT_MODEL: sim.model_chain(sim.DRAFT, 2),
     }
     parts = {method: TablePart(method, of, sampler, table) for method, of in drafters.items()}
-    portfolio = PortfolioDrafter(parts, table)
+    portfolio = PortfolioDrafter(
+        parts, table, probe_interval=probe_interval, clock=lambda: float(next(ticks))
+    )
     for slot in range(NUM_SEQUENCES):
         record = replace(sim.FILTERED, seed=slot, acceptance_rule=rule)
         admission = Admission(slot, 0, np.array([0], dtype=np.int32), 1, 0, 0, record)
@@ -99,9 +103,11 @@ def simulate(rule: AcceptanceRule) -> tuple[np.ndarray, PortfolioDrafter, set[bo
     return table.tokens[:, 1 : NUM_TOKENS + 1], portfolio, drawn
 
 
+@pytest.mark.parametrize("probe_interval", [32, 2])
 @pytest.mark.parametrize("rule", [AcceptanceRule.COUPLED, AcceptanceRule.REJECTION, AcceptanceRule.BLOCK])
-def test_the_law_is_the_targets(rule: AcceptanceRule) -> None:
-    tokens, portfolio, drawn = simulate(rule)
+def test_the_law_is_the_targets(rule: AcceptanceRule, probe_interval: int) -> None:
+    """With an interval of 32 all parts are asked in every round, with 2 some only in every second one."""
+    tokens, portfolio, drawn = simulate(rule, probe_interval)
     laws = sim.filtered_law(sim.TARGET)
     sim.assert_joint_law(tokens[:, :3], laws)
     sim.assert_joint_law(tokens, laws)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -79,6 +80,7 @@ class InProcessEngine:
         tree: TreeShape = CHAINS,
         scripted: Mapping[SpeculationMethod, DrafterFactory] | None = None,
         portfolio: bool = False,
+        portfolio_options: Mapping[str, Any] | None = None,
         page_size: int = 4,
         num_pages: int = 256,
         max_running_requests: int = 16,
@@ -138,14 +140,13 @@ class InProcessEngine:
             )
         for method, factory in (scripted or {}).items():
             self.drafters[method] = factory(self.table)
-        if portfolio:  # of all others, and the default; all are asked in each step, whatever their time
+        if (
+            portfolio
+        ):  # of all others, and the default; all are asked in each step unless the options say otherwise
             parts = dict(self.drafters)
-            self.drafters = {
-                SpeculationMethod.PORTFOLIO: PortfolioDrafter(
-                    parts, self.table, least_probability=0.0, probe_interval=1
-                ),
-                **parts,
-            }
+            options = {"least_probability": 0.0, "probe_interval": 1, **(portfolio_options or {})}
+            merged = PortfolioDrafter(parts, self.table, **options)
+            self.drafters = {SpeculationMethod.PORTFOLIO: merged, **parts}
         self.runner = ModelRunner(target, self.pool, attention(), self.sampler, self.table, self.drafters)
         self.limits = Limits(
             page_size=page_size,
