@@ -33,6 +33,14 @@ class Conversation(msgspec.Struct, frozen=True):
         return np.array(self.token_ids, dtype=np.int32)
 
     @property
+    def answer_mask(self) -> npt.NDArray[np.uint8]:
+        """[T] 1 for the tokens that are learnt, as feature shards hold it."""
+        mask = np.zeros(len(self.token_ids), dtype=np.uint8)
+        for start, stop in self.answers:
+            mask[start:stop] = 1
+        return mask
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens before the first answer, a learnt passage included."""
         start, stop = self.answers[0]

@@ -15,7 +15,7 @@ from gpu_worker.training.batches import DraftVocabulary, TrainingBatch, collate
 from gpu_worker.training.eagle_from_mtp import InputSizes
 from gpu_worker.training.errors import TrainingError
 from gpu_worker.training.features import FeatureMeta, FeatureShard
-from gpu_worker.training.seen_text import MOST_SEEN, SeenText
+from gpu_worker.training.seen_text import SeenText
 
 HELD_OUT_THOUSANDTHS = 20
 
@@ -39,7 +39,8 @@ def is_held_out(token_ids: npt.NDArray[np.int32], thousandths: int = HELD_OUT_TH
 class FeatureDataset:
     """All conversations of some shards. Whether one is held out depends on its tokens alone, not on the others.
 
-    Of those held out `held_out` has the ones that say something new; `num_repeating` others say what training learns.
+    Held-out ones that repeat what training learns would flatter a head: they are left out of `held_out` and counted in
+    `num_repeating`.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class FeatureDataset:
         if not self.training:
             raise TrainingError(f"{directory}: no conversation to train on in {len(paths)} shards")
         seen = SeenText(map(self._text, self.training))
-        self.held_out = [item for item in held_out if seen.share(*self._text(item)) <= MOST_SEEN]
+        self.held_out = [item for item in held_out if not seen.repeats(*self._text(item))]
         self.num_repeating = len(held_out) - len(self.held_out)
 
     def _text(self, item: Item) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:

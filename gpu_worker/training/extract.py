@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from gpu_worker.attention.base import AttentionBackend
@@ -106,7 +105,7 @@ class Extractor:
     def bytes_needed(self, conversations: Sequence[Conversation]) -> int:
         """What their features take on the disk."""
         tokens = sum(len(conversation.token_ids) for conversation in conversations)
-        laws = sum(len(law_rows(_answer_mask(conversation))) for conversation in conversations)
+        laws = sum(len(law_rows(conversation.answer_mask)) for conversation in conversations)
         return tokens * self._meta.bytes_per_token + laws * self._meta.bytes_per_law
 
     def _room(self, conversations: list[Conversation], directory: Path) -> int:
@@ -135,7 +134,7 @@ class Extractor:
     def _shard(self, shard: list[Conversation], told: Callable[[int], None]) -> dict[str, torch.Tensor]:
         meta = self._meta
         lengths = [len(conversation.token_ids) for conversation in shard]
-        masks = [_answer_mask(conversation) for conversation in shard]
+        masks = [conversation.answer_mask for conversation in shard]
         laws = [law_rows(mask) for mask in masks]
         offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
         law_offsets = np.concatenate(([0], np.cumsum([len(rows) for rows in laws]))).astype(np.int64)
@@ -207,10 +206,3 @@ def top_law(target: CausalLM, hidden: torch.Tensor, k: int) -> tuple[torch.Tenso
     """hidden [M, h] -> ids [M, k], best first, and their probabilities at temperature 1 [M, k] float32."""
     ids, logits, normalizer = target.output_head().topk(hidden, k)
     return ids, (logits - normalizer[:, None]).exp()
-
-
-def _answer_mask(conversation: Conversation) -> npt.NDArray[np.uint8]:
-    mask = np.zeros(len(conversation.token_ids), dtype=np.uint8)
-    for start, stop in conversation.answers:
-        mask[start:stop] = 1
-    return mask

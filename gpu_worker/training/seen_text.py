@@ -28,6 +28,10 @@ class SeenText:
         places = np.searchsorted(self._seen, runs).clip(max=len(self._seen) - 1)
         return float((self._seen[places] == runs).mean())
 
+    def repeats(self, token_ids: npt.NDArray[np.int32], answer: npt.NDArray[np.uint8]) -> bool:
+        """Whether so much of it is learnt too that it would flatter a head: more than MOST_SEEN."""
+        return self.share(token_ids, answer) > MOST_SEEN
+
 
 def _runs(token_ids: npt.NDArray[np.int32], answer: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
     """Hashes of all runs that lie within answers: polynomials of the tokens modulo 2**64."""
