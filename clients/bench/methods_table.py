@@ -68,7 +68,9 @@ def measure(
 ) -> None:
     """Prints a Markdown table over all categories, then acceptance lengths by category.
 
-    tokens/s has the time of the prompts in it; `decode x off` compares the mean time of a token behind the first.
+    tokens/s has the time of the prompts in it; `decode x off` compares the mean time of a token behind the first, at
+    batch 1 alone: in larger batches other requests' prompts fall into it. Speeds are medians over the rounds, each
+    `x` the median of its rounds' own ratios.
     """
     loaded = list(dict.fromkeys([*methods.split(","), "ngram"]))
     rows: list[dict[str, Any]] = []
@@ -122,7 +124,9 @@ def summarise(result: BenchResult, shape: str, temperature: float) -> list[dict[
                 "tokens_per_second": median(values),
                 "speedup_over_off": _ratio(values, speeds[batch, "off"]),
                 "speedup_over_ngram": _ratio(values, speeds[batch, "ngram"]),
-                "decode_speedup_over_off": _ratio(decode_speeds[batch, method], decode_speeds[batch, "off"]),
+                "decode_speedup_over_off": _ratio(decode_speeds[batch, method], decode_speeds[batch, "off"])
+                if batch == 1
+                else None,
                 "categories": {
                     name: _figures(tally) for name, tally in by_category(records[batch, method]).items()
                 },

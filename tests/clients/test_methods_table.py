@@ -74,10 +74,10 @@ def test_decoding_is_timed_behind_the_first_token(script: ModuleType) -> None:
 def test_speeds_are_compared_within_their_rounds(script: ModuleType) -> None:
     """Off: 10, then 20 tokens per second and 1, then 2 behind the first; MTP: 15 and 20, 2 and 3."""
 
-    def run(method: str, speed: float, seconds_per_token: float) -> SimpleNamespace:
+    def run(method: str, speed: float, seconds_per_token: float, batch: int = 1) -> SimpleNamespace:
         messages = [(1.0, 1), (1.0 + 6 * seconds_per_token, 6)]
         return SimpleNamespace(
-            load=SimpleNamespace(value=1),
+            load=SimpleNamespace(value=batch),
             speculation=method,
             figures={"tokens_per_second": speed},
             records=[record("qa", (), (), messages=messages)],
@@ -91,6 +91,9 @@ def test_speeds_are_compared_within_their_rounds(script: ModuleType) -> None:
     assert rows["mtp"]["speedup_over_ngram"] == pytest.approx(3.5)
     assert rows["mtp"]["decode_speedup_over_off"] == pytest.approx((2.0 + 1.5) / 2)
     assert rows["off"]["decode_speedup_over_off"] == 1.0
+    runs = [run(method, 10, 1, batch=4) for method in ("off", "ngram")]
+    of_four = script.summarise(SimpleNamespace(runs=runs), "chain:1", 0.0)
+    assert [row["decode_speedup_over_off"] for row in of_four] == [None, None]  # others' prompts are in it
 
 
 def test_tables_and_plot(script: ModuleType, tmp_path: Path) -> None:
