@@ -1,7 +1,7 @@
 // The vectors of simd_avx512.hpp as two halves of AVX2.
 
-// Half of a tile at a time fits 16 registers: see nibble_dots. A pass over keys has 4 x 1 or 2 x 2 accumulators.
-constexpr int kTileRows = 8;
+// 6 rows x 2 halves of the columns are 12 sums in 16 registers. A pass over keys has 4 x 1 or 2 x 2 accumulators.
+constexpr int kTileRows = 6;
 constexpr int kTilePairs = 4;
 constexpr int kTileVectors = 1;
 constexpr int kTileGroups = 1;
@@ -93,41 +93,45 @@ inline __m256i spread4(const int8_t* x) {
   __builtin_memcpy(&word, x, 4);
   return _mm256_set1_epi32(word);
 }
-// The halves of the columns one after the other, since the sums of both are more than there are registers: the barrier
-// keeps the compiler from doing both at once, and so do loops that stay loops.
+// Both halves of the columns for a row at a time, so that its activations are spread once for both. A barrier after each
+// row keeps the compiler from spreading those of all rows first, which would drive the sums out of the registers.
+inline void keep_in_order(__m256i& x, __m256i& y) { asm volatile("" : "+x"(x), "+x"(y) : : "memory"); }
+
+inline __m256i load_half(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
 template <int M>
-inline void nibble_dots_half(const uint8_t* w, const int8_t* const* q, int64_t at, __m256i* sum) {
-  const __m256i mask = _mm256_set1_epi8(15);
-  __m256i acc[M];  // 16-bit sums: 8 products of nibble and int8 pairs stay below 2^15
+inline void nibble_dots(const uint8_t* w, const int8_t* const* q, int64_t at, I* sum) {
+  const __m256i mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  I acc[M];  // 16-bit sums: 8 products of nibble and int8 pairs stay below 2^15
 #pragma GCC unroll 8
-  for (int r = 0; r < M; r++) acc[r] = _mm256_setzero_si256();
-#pragma GCC unroll 1
+  for (int r = 0; r < M; r++) acc[r] = iset(0);
+#pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
-    const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + i * 64));
-    const __m256i low = _mm256_and_si256(v, mask), high = _mm256_and_si256(_mm256_srli_epi16(v, 4), mask);
+#pragma GCC unroll 2
+    for (int high = 0; high < 2; high++) {
+      __m256i a = load_half(w + i * 64), b = load_half(w + i * 64 + 32);
+      if (high == 1) {
+        a = _mm256_srli_epi16(a, 4);
+        b = _mm256_srli_epi16(b, 4);
+      }
+      a = _mm256_and_si256(a, mask);
+      b = _mm256_and_si256(b, mask);
+      keep_in_order(a, b);
 #pragma GCC unroll 8
-    for (int r = 0; r < M; r++) {
-      const int8_t* x = q[r] + at + 4 * i;
-      acc[r] = _mm256_add_epi16(acc[r], _mm256_maddubs_epi16(low, spread4(x)));
-      acc[r] = _mm256_add_epi16(acc[r], _mm256_maddubs_epi16(high, spread4(x + 16)));
+      for (int r = 0; r < M; r++) {
+        const __m256i x = spread4(q[r] + at + 4 * i + 16 * high);
+        acc[r].a = _mm256_add_epi16(acc[r].a, _mm256_maddubs_epi16(a, x));
+        acc[r].b = _mm256_add_epi16(acc[r].b, _mm256_maddubs_epi16(b, x));
+        keep_in_order(acc[r].a, acc[r].b);
+      }
     }
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < M; r++) sum[r] = _mm256_madd_epi16(acc[r], _mm256_set1_epi16(1));
-}
-template <int M>
-inline void nibble_dots(const uint8_t* w, const int8_t* const* q, int64_t at, I* sum) {
-  __m256i half[M];
-  nibble_dots_half<M>(w, q, at, half);
-#pragma GCC unroll 8
-  for (int r = 0; r < M; r++) sum[r].a = half[r];
-  asm volatile("" ::: "memory");
-  nibble_dots_half<M>(w + 32, q, at, half);
-#pragma GCC unroll 8
-  for (int r = 0; r < M; r++) sum[r].b = half[r];
+  for (int r = 0; r < M; r++) sum[r] = {_mm256_madd_epi16(acc[r].a, ones), _mm256_madd_epi16(acc[r].b, ones)};
 }
 // maddubs saturates on 8-bit weights plus 128, so the weights' sign moves to the activations and no offset is left.
 inline I start8(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+// The halves of the columns one after the other: sums of both are too many registers with this many steps in between.
 template <int M, int N>
 inline void byte_dots_half(const uint8_t* w, const int8_t* const* q, int64_t at, __m256i* sum) {
   const __m256i ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8(-128);
